@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from engine_wrapper.embedded.block_manager import BlockManager, RootKey
 from engine_wrapper.embedded.llm_args import KvCacheConfig
+from semblend_trt import cost
 from semblend_trt.config import Settings
 from semblend_trt.connector.lookup import DonorPlanner
 from semblend_trt.connector.requests import TrackedRequest
@@ -174,20 +175,13 @@ class LatencyModel:
                 f"{source}: {len(ttft)} times to the first token with {len(np.unique(computed))} different numbers of "
                 f"computed tokens; a latency model needs at least {_FEWEST} and 3, name a file that has them."
             )
-        relative = (columns := _terms(computed, reused)) / ttft[:, None]
-        relative = relative / (scale := np.maximum(relative.max(axis=0), 1e-300))
-        chosen = list(range(columns.shape[1]))
-        while (found := np.linalg.lstsq(relative[:, chosen], np.ones_like(ttft), rcond=None)[0]).min() < 0.0:
-            del chosen[int(found.argmin())]  # what would be below 0 is left out, the lowest first
-        costs = np.zeros(columns.shape[1])
-        costs[chosen] = found
-        costs = costs / scale
+        costs = cost.fitted(list(zip(_terms(computed, reused), ttft.tolist(), strict=True)))
         checked = _arrays([each for each in observations if each.is_checked and each.reused])
         added = (checked[2] - _terms(*checked[:2]) @ costs) / checked[1]
         return cls(
             source=source,
             observations=len(ttft),
-            **dict(zip(_COSTS, map(float, costs), strict=True)),
+            **dict(zip(_COSTS, costs, strict=True)),
             computed_range=(int(computed.min()), int(computed.max())),
             reused_range=(int(reused.min()), int(reused.max())),
             check_ms=max(0.0, float(added.mean())) if len(added) else None,
