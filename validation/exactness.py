@@ -2,18 +2,18 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
+from engine_wrapper.self_check import plan_over
 from engine_wrapper.token_schedule import SequenceSlice
 from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
-from semblend_trt.plan import EngineExecution, EngineMode, PlanKind, PlanSpan, SemanticKvPlan
+from semblend_trt.plan import SemanticKvPlan
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arms_of, is_reusing
 from validation.engines import Engines, EngineSettings, ended_requests, forced_answer, opened
 
@@ -67,7 +67,9 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
     cut = len(tokens) // 3
     chunks = torch.cat([rows(0, cut), rows(cut, len(tokens))])
     pool.fill_(100.0)
-    plan = _recompute_everything(tokens, geometry, blocks)
+    end, layers = 3 * len(tokens) // 4, facts.num_layers
+    plan = plan_over(tokens, geometry, end // 2, end, None)
+    plan = replace(plan, execution=replace(plan.execution, recompute_boundary_layer=layers))
     recomputed = rows(plan.prefix_end, len(tokens), plan)
     differences = (without_plan - plain, chunks - plain, recomputed - plain[plan.prefix_end :])
     return Exactness(max(map(_largest, differences)), "the plain Hugging Face forward, float32")
@@ -123,20 +125,3 @@ def _plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     finally:
         model.set_attn_implementation(before)
     return logits
-
-
-def _recompute_everything(tokens: list[int], geometry: KvGeometry, block_ids: tuple[int, ...]) -> SemanticKvPlan:
-    prefix_end = 3 * len(tokens) // 4
-    span = PlanSpan("garbage", donor_start=0, target_start=prefix_end // 2, length=prefix_end - prefix_end // 2)
-    layers = geometry.num_layers
-    return SemanticKvPlan(
-        request_id=0,
-        kind=PlanKind.REQUEST_LOCAL,
-        spans=(span,),
-        prompt_token_ids=np.array(tokens, dtype=np.int32),
-        num_computed_tokens=0,
-        matched_tokens=prefix_end,
-        block_size=geometry.block_size,
-        execution=EngineExecution(EngineMode.WRAPPER, layers, recompute_boundary_layer=layers),
-        target_block_ids=block_ids,
-    )
