@@ -41,7 +41,6 @@ class SemBlendKvConnectorScheduler(StockKvConnectorScheduler):
             is_part = not tracked.plan.is_exact and not tracked.intent.generation
             if is_part and self._runtime.engine is None:
                 self._cancel_intent(tracked)
-                tracked.intent = None
         return super().request_finished(request, cache_block_ids)
 
 

@@ -228,7 +228,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         """Keep nothing of a running request: its KV is not that of its namespace."""
         if (tracked := self._requests.get(request_id)) is not None:
             self._cancel_intent(tracked)
-            tracked.intent = None
 
     def forget_donors(self) -> None:
         """Reuse nothing that was computed until now. Running requests keep what they have."""
@@ -310,7 +309,6 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             self._weights_changes = changes
             for tracked in self._requests.values():  # they hold KV of both
                 self._cancel_intent(tracked)
-                tracked.intent = None
             if self._lookup is not None:
                 weights = self._runtime.weights
                 is_first = weights is not None and weights.are_first and self._runtime.ranks.size == 1
@@ -405,6 +403,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     def _cancel_intent(self, tracked: TrackedRequest) -> None:
         if tracked.intent is not None and self.donor_index is not None:
             self.donor_index.cancel(tracked.intent)
+        tracked.intent = None
 
 
 def _flat(by_group: Sequence[Sequence[int]]) -> Any:
