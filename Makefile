@@ -290,7 +290,7 @@ trtllm-check: ## answers, a reuse profile and a crowd of requests inside TensorR
 	    "and install what 'make wheel' makes there." >&2; exit 1; }; done
 	cd "$${TMPDIR:-/tmp}" && $(TRTLLM_PYTHON) -m validation.trtllm_check $(ARGS)
 
-KERNEL_BENCHMARKS := ceilings kv_move sparse_prefill
+KERNEL_BENCHMARKS := kv_move sparse_prefill
 
 bench: card env ## run every kernel benchmark, writing benchmarks/results/$(MACHINE)
 	for name in $(KERNEL_BENCHMARKS); do \

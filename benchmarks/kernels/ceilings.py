@@ -1,4 +1,5 @@
-"""The card's limits: device copy, bf16 matrix product, and copies to and from pinned host memory."""
+"""The card's limits, which the kernels' rows are measured against: device copy, bf16 matrix product, and copies from
+pinned host memory. And what the kernels' benchmarks have in common."""
 
 import statistics
 import sys
@@ -104,11 +105,10 @@ def matmul_tflops() -> float:
 
 
 @cache
-def host_gbps(to_device: bool) -> float:
-    """Return GB/s of one copy from pinned host memory to the card, or from the card to it."""
-    host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True).fill_(7)
-    device = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, device="cuda")
-    target, source = (device, host) if to_device else (host, device)
+def host_gbps() -> float:
+    """Return GB/s of one copy from pinned host memory to the card."""
+    source = torch.full((HOST_BYTES,), 7, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(HOST_BYTES, dtype=torch.uint8, device="cuda")
     return HOST_BYTES / time_ms(lambda: target.copy_(source, non_blocking=True), repeats=5) / 1e6
 
 
@@ -136,16 +136,3 @@ def random_layers(tokens: int, axes: Sequence[str], sizes: KvGeometry = IN_VLLM)
 
 def _shuffled_blocks(sizes: KvGeometry, tokens: int) -> torch.Tensor:
     return torch.randperm(sizes.blocks_for(tokens), generator=torch.Generator().manual_seed(0))
-
-
-def add_ceilings(results: Results) -> None:
-    """Add the rows."""
-    copied = f"copy of {COPY_BYTES} bytes, read + written"
-    results.add("copy_gbps", copy_gbps(), "GB/s", copied, better="higher")
-    results.add("matmul_bf16_tflops", matmul_tflops(), "TFLOP/s", f"{MATMUL_SIZE}^3 through torch.mm", better="higher")
-    for name, to_device in (("host_to_device", True), ("device_to_host", False)):
-        results.add(f"{name}_gbps", host_gbps(to_device), "GB/s", f"{HOST_BYTES} bytes, pinned", better="higher")
-
-
-if __name__ == "__main__":
-    run_on_card(__doc__, ceilings=add_ceilings)

@@ -65,7 +65,7 @@ def _measure_kinds(results: Results, tokens: int) -> None:
     _add(results, "mla_save", Move(held, 0, 0, tokens), rows, rotation=card.LATENT_ROTATION)
     pinned = Move(ContiguousKv(donor.tensor.cpu().pin_memory()), 0, SHIFT, tokens)
     milliseconds = card.time_ms(lambda: kv_move([pinned], pool, ROTATION), repeats=5)
-    speed, num_bytes = card.host_gbps(to_device=True), tokens * QWEN_7B.bytes_per_token(torch.bfloat16)
+    speed, num_bytes = card.host_gbps(), tokens * QWEN_7B.bytes_per_token(torch.bfloat16)
     baseline = f"{milliseconds:.2f} ms; one copy from pinned memory {speed:.1f} GB/s"
     share = num_bytes / milliseconds / 1e6 / speed
     results.add("kv_move_pinned_share_of_pcie", share, "", baseline, better="higher")
