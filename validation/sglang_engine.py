@@ -66,6 +66,11 @@ class LocalSglang:
         self.scheduler.run_event_loop()
         return list(self._asked)
 
+    def settle(self) -> None:
+        """Wait until what has ended is saved."""
+        if (worker := getattr(self.cache, "_worker", None)) is not None:
+            worker.drain()
+
     def close(self) -> None:
         """End the engine; another one may be opened then."""
         from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -169,8 +174,7 @@ class SglangEngine(ServingEngine):
         return found
 
     def settle(self) -> None:
-        if (worker := getattr(self._served.cache, "_worker", None)) is not None:
-            worker.drain()
+        self._served.settle()
 
     def shutdown(self) -> None:
         self._runner.sample = self._stock

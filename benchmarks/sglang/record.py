@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bench_model import NEW_TOKENS, Prompts, use_profile
-from benchmarks.sglang.ttft import CHECKS, REUSE, opened, settle, times
+from benchmarks.sglang.ttft import CHECKS, REUSE, opened, times
 from validation.models import smollm2_folder
 from validation.results import Results, Row, write_rows
 from validation.sglang_engine import Ask
@@ -106,7 +106,7 @@ def moved_and_cold(folder: Path) -> tuple[list[float], list[float]]:
     os.environ.update(REUSE, SEMBLEND_HOST_BYTES=str(1 << 30))
     with opened(model, TOKENS, is_stock=False, **options) as served:
         served.ask(Ask(prompts.donor(document), {"max_new_tokens": 1}))
-        settle(served)
+        served.settle()
         use_profile(served.cache._scheduler, folder, policy="verified", check=CHECKS["checked"])
         return times(served, lambda: prompts.shifted(document), len(document)), cold
 

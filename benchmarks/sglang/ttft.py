@@ -62,14 +62,8 @@ def times(served: LocalSglang, make: Callable[[], list[int]], reused: int = 0) -
         found.append(1e3 * (time.perf_counter() - began))
         if answer.cached_tokens < reused:
             raise RuntimeError(f"{answer.cached_tokens} of {reused} tokens were reused: {answer.customized_info}")
-        settle(served)
+        served.settle()
     return found[1:]
-
-
-def settle(served: LocalSglang) -> None:
-    """Wait until what has ended is saved."""
-    if (worker := getattr(served.cache, "_worker", None)) is not None:
-        worker.drain()
 
 
 def add_times(rows: Results, folder: Path, tokens: int, where: str) -> None:
@@ -87,7 +81,7 @@ def add_times(rows: Results, folder: Path, tokens: int, where: str) -> None:
         served.ask(Ask(prompts.fresh(tokens // 8), {"max_new_tokens": 1}))  # by which SemBlend checks itself
         found["miss"] = times(served, lambda: prompts.fresh(tokens))
         served.ask(Ask(prompts.donor(document), {"max_new_tokens": 1}))
-        settle(served)
+        served.settle()
         for kind, check in CHECKS.items():
             use_profile(served.cache._scheduler, folder, policy="verified", check=check)
             found[kind] = times(served, lambda: prompts.shifted(document), len(document))
@@ -113,7 +107,7 @@ def add_exactness(rows: Results, where: str) -> None:
     with opened(shipped_model(), 640, is_stock=False, dtype="float32") as served:
         for prompt in (prompts.fresh(128), donor):
             served.ask(Ask(prompt, asked))
-            settle(served)
+            served.settle()
         ours = [served.ask(Ask(each, asked))[0] for each in moved]
         if min(each.cached_tokens for each in ours) < len(document):
             raise RuntimeError(f"no plan ran: {ours[0].customized_info}")
