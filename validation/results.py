@@ -133,16 +133,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON; NaN and infinities, which JSON does not have, become null."""
-    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
-    write_bytes(path, (text + "\n").encode())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    write_bytes(path, (json.dumps(finite, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def say(sentence: object) -> None:
