@@ -87,6 +87,11 @@ class ManagerGuard:
         """Leave the manager as it was found."""
         self._undo()
 
+    def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
+        freed = self._stock["free_resources"](request, pin_on_release)
+        self._plans.released(request.py_request_id)
+        return freed
+
 
 class V1Guard(ManagerGuard):
     """Stores nothing of a flagged request, not even its exact part: V1 stores all of a request or nothing."""
@@ -105,9 +110,7 @@ class V1Guard(ManagerGuard):
                 # The C++ manager frees a dummy's blocks and stores none of them.
                 undo.callback(setattr, request, "is_dummy_request", request.is_dummy_request)
                 request.is_dummy_request = True
-            freed = self._stock["free_resources"](request, pin_on_release)
-        self._plans.released(request.py_request_id)
-        return freed
+            return super().free_resources(request, pin_on_release)
 
     def store_blocks_for_reuse(self, request: Any, *arguments: Any, **options: Any) -> Any:
         if self._plans.withholds(request.py_request_id):
@@ -136,11 +139,6 @@ class V2Guard(ManagerGuard):
         if request.context_remaining_length == 0:
             cache.stop_committing()
         return None
-
-    def free_resources(self, request: Any, pin_on_release: bool = False) -> Any:
-        freed = self._stock["free_resources"](request, pin_on_release)
-        self._plans.released(request.py_request_id)
-        return freed
 
 
 _GUARDS: dict[str, type[ManagerGuard]] = {"KVCacheManager": V1Guard, "KVCacheManagerV2": V2Guard}
