@@ -74,3 +74,10 @@ class OnceAMinute(logging.Filter):
         if left_out:
             record.msg, record.args = f"{record.getMessage()} (and {left_out} more like it since it was last said)", ()
         return True
+
+
+def quiet_logger(name: str) -> logging.Logger:
+    """Return a module's logger, which repeats a warning or error once a minute."""
+    logger = logging.getLogger(name)
+    logger.addFilter(OnceAMinute())
+    return logger

@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import hmac
 import json
-import logging
 import os
 import secrets
 import threading
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from semblend_trt.background import Background, OnceAMinute
+from semblend_trt.background import Background, quiet_logger
 from semblend_trt.donors.offload import DiskLink, DonorText, OffloadEvent, OffloadEventKind
 from semblend_trt.errors import DonorUnavailableError, ReasonedError
 from semblend_trt.files import open_file, open_folder, refuse_others
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
     from kernels.layout import KvGeometry
     from semblend_trt.donors.store import HostKv, HostTier
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 FOLDER = "semblend-donors"
 _SUFFIX, _UNFINISHED = ".donor.safetensors", ".donor.unfinished"

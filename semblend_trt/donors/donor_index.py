@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.discovery.span_index import SpanIndex
 from semblend_trt.donors.catalog import Capacities, CatalogStats, DonorCatalog, Tier
 from semblend_trt.donors.offload import (
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.offload import SavedDonor
     from semblend_trt.pool_facts import PoolFacts
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 # Neighbours to compare on each side. One suffices where no text continues another.
 _REACH = 2

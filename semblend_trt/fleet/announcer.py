@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import socket
@@ -12,7 +11,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.fleet.connection import ConnectionOptions
 from semblend_trt.fleet.sketch import Held, sketch_key
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.publisher import EventPublisher
     from semblend_trt.namespace import CacheNamespace
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 _P = ParamSpec("_P")
 
 _LARGEST_ID = (1 << 53) - 1

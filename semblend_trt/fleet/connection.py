@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import functools
 import json
-import logging
 import random
 import ssl
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import open_input
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Directory
     from semblend_trt.fleet.events import Emitter, Notice
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 RESYNC_SUFFIX = ".resync"
 MAX_REQUEST_BYTES = 1024

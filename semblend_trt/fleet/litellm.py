@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 import secrets
 from collections import Counter
 from contextvars import Context, ContextVar
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.config import load_settings
 from semblend_trt.fleet.placement import Loads, counted_placement
 from semblend_trt.model_files import tokenizer_digest
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Worker
     from semblend_trt.prompts import PromptReader
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 SALT_FIELD = "cache_salt"
 WORKER_FIELD, TOKENIZER_FIELD = "semblend_worker_id", "semblend_tokenizer"

@@ -6,13 +6,12 @@ l + n - r tokens, and n is the same for all."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.fleet.connection import ConnectionOptions, DirectoryReader
 from semblend_trt.fleet.directory import LIVE_PROBLEMS, Directory
 from semblend_trt.metrics import LOOKUP_BUCKETS, counter, series_of
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from semblend_trt.config import Settings
     from semblend_trt.fleet.directory import Worker
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 # A gateway's own name of a worker: the id of a deployment, an instance or a replica.
 Name = TypeVar("Name")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import operator
 import threading
 import time
@@ -15,7 +14,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.config import EventFormat
 from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, Sender, end, follow, meant
 from semblend_trt.fleet.events import KIND_NAMES, Emitter, EventError, EventWriter, Notice, donor_digest
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.connection import ConnectionOptions
     from semblend_trt.fleet.sketch import Held
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 DROP_REASONS = ("overflow", "disconnected", "oversize", "internal_error", "closed")
 RESYNC_REASONS = ("connected", "overflow", "requested", "interval")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import weakref
 from collections import deque
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semblend_trt.background import Background, OnceAMinute
+from semblend_trt.background import Background, quiet_logger
 from semblend_trt.donors.offload import DonorObserver
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_tokenizer import tokenizer_file
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from semblend_trt.namespace import CacheNamespace
     from semblend_trt.semantic.embedders import Embedder
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 RECENT_REQUESTS = 4096
 QUEUE_LENGTH = 256

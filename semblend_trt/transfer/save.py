@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,7 @@ import torch
 from kernels.device import Event, current_stream, finish, on, record, side_stream, wait
 from kernels.kv_move import Move, kv_move
 from kernels.layout import KvGeometry, PagedKv
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadEvent, OffloadEventKind, SavedDonor
 from semblend_trt.errors import CapacityError
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
     from semblend_trt.donors.store import DeviceTier, DonorStore
     from semblend_trt.transfer.staging import HostWriter
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 T = TypeVar("T")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from semblend_trt.background import OnceAMinute
+from semblend_trt.background import quiet_logger
 from semblend_trt.errors import SemBlendError
 from semblend_trt.fleet.directory import worker_name
 from semblend_trt.fleet.placement import Loads
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from semblend_trt.fleet.directory import Worker
     from semblend_trt.fleet.placement import Placement, Score
 
-logger = logging.getLogger(__name__)
-logger.addFilter(OnceAMinute())
+logger = quiet_logger(__name__)
 
 # What became of requests; `continued`: by another worker, after the first broke off.
 RESULTS = ("answered", "continued", "unanswered")
