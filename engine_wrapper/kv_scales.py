@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from semblend_trt.errors import LayoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 # vLLM's names of e4m3; e5m2 and its other kinds are refused.
 E4M3 = ("fp8", "fp8_e4m3")

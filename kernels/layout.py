@@ -6,14 +6,12 @@ The inner order of TensorRT-LLM's pool is HND, offset = (head * block_size + slo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
 
 T = TypeVar("T")
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

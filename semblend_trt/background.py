@@ -6,10 +6,7 @@ import logging
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 

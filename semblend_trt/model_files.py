@@ -13,20 +13,17 @@ import re
 import stat
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.files import open_file, open_folder, read_input, refuse_others, write_bytes
 from semblend_trt.model_tokenizer import imported
 from semblend_trt.namespace import content_value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -14,19 +14,17 @@ import math
 import os
 import re
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from jinja2 import nodes
 from pydantic import BaseModel, Field, ValidationError
 
 from semblend_trt.errors import SemBlendError
 from semblend_trt.model_tokenizer import imported
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _T = TypeVar("_T")
 

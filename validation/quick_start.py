@@ -5,13 +5,10 @@ No model is downloaded, and no GPU needed. The program is the README's first one
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 import textwrap
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import argparse
 
 SUMMARY = "serve two prompts with a small model that ships, the second with reuse"
 _NEXT = """

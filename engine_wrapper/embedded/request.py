@@ -5,20 +5,18 @@ Names are those of TensorRT-LLM's SamplingParams, LlmRequest, RequestOutput and 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from numbers import Integral
 from time import perf_counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, cast
+from typing import Any, ClassVar, TypeVar, Union, cast
 
 import torch
 
 from engine_wrapper.embedded.block_manager import RootKey
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.outcome import RECEIPT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Prompt = Union[str, "Sequence[int]"]
 

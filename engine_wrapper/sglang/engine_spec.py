@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from semblend_trt.connector.engine_spec import AskedQuantization, Caches, EngineSpec, options_text, text_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Formats whose loaders take the safetensors files of the model's own folder, as the weights' digest does.
 _OWN_WEIGHTS = ("auto", "safetensors")

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from engine_wrapper.patches import replace_method, watch_method
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 

@@ -4,16 +4,13 @@ If Triton is installed (the extra `gpu`), its kernels serve pools on a CUDA devi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from kernels.device import triton_serves
 from kernels.layout import LayeredPool, PoolLayer, SequenceRows
 from kernels.sparse_prefill import Queries, check_float32, check_queries, gathered
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["SequenceRows", "attention_mass", "seen_tokens"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
@@ -21,9 +21,6 @@ from kernels.layout import (
     lie_alike,
 )
 from kernels.rope import RopeRotation, check_head_dim, rotate_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["FreshRows", "Move", "deviation", "relative", "row_squares", "squares", "squares_by_torch"]
 

@@ -6,7 +6,8 @@ TRITON_INTERPRET=1, Triton's interpreter serves pools on the host, to test the k
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -23,9 +24,6 @@ from kernels.layout import (
     layer_view,
 )
 from kernels.rope import saturated
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Queries", "SequenceRows", "in_chunks", "sparse_prefill", "write_rows"]
 

@@ -8,17 +8,19 @@ and leave the status at 0.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -29,10 +31,6 @@ from semblend_trt.config import Settings, load_settings, unknown_variables, why_
 from semblend_trt.doctor import Area, Finding
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.reasons import advice
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
 
 SUMMARY = "say what is installed, what it fits, and what would be refused"
 AUTO = "auto"

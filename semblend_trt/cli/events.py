@@ -6,22 +6,19 @@ with 2 when it cannot listen. `semblend-trt fleet status` says who holds how muc
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from semblend_trt.cli.config import masked
 from semblend_trt.command_line import count, number_up_to, printable
 from semblend_trt.config import load_settings
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.fleet.connection import ConnectionOptions, connect_client, listen
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
 
 SUMMARY = "print every donor event of the fleet, one a line"
 DEFAULT_URL = "nats://127.0.0.1:4222"

@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import sys
+from collections.abc import Sequence
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import semblend_trt
 from semblend_trt import cli
 from semblend_trt.command_line import ended
 from semblend_trt.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 # Entry points of this group are the subcommands of the floors above, which this one cannot import.
 _PLUGGED = "semblend_trt.cli"

@@ -10,15 +10,17 @@ could be compared.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from semblend_trt.cli._server import Server, add_server, said
 from semblend_trt.cold_runs import (
@@ -36,10 +38,6 @@ from semblend_trt.config import load_settings
 from semblend_trt.files import bounded_lines, open_input
 from semblend_trt.fleet.connection import BROKEN_PROFILE, RESYNC_SUFFIX, ConnectionOptions, connect_client, flush
 from semblend_trt.outcome import RECEIPT, VLLM_RECEIPT
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
 
 SUMMARY = "repeat sampled requests without reuse, and compare the answers"
 DIFFERENCES_SHOWN = 20

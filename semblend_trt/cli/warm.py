@@ -9,16 +9,18 @@ exits with 0, and with 2 when nothing could be sent or the server does not answe
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AliasPath, BaseModel, Field, StrictInt
 from tqdm import tqdm
@@ -28,10 +30,6 @@ from semblend_trt.command_line import USAGE_ERROR, count, named, printable
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.files import bounded_lines, check_writable, open_input, read_input, read_text, too_long, write_bytes
 from semblend_trt.policy import EXACT_ONLY
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator, Sequence
 
 SUMMARY = "prefill documents ahead, so that requests can reuse them"
 STATE_NAME = ".semblend-warm.json"

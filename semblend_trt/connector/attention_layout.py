@@ -19,17 +19,15 @@ TensorRT-LLM does."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from kernels.rope import RopeRotation
 from semblend_trt.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Attention = Literal["full", "window", "chunks", "latent"]
 

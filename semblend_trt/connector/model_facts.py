@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.layout import KvGeometry
 from kernels.rope import RopeRotation, Rotation, by_layer, still
@@ -32,9 +33,6 @@ from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from semblend_trt.files import read_input
 from semblend_trt.model_files import PARAMETER_FILES, digest_in, is_local, snapshot
 from semblend_trt.model_tokenizer import imported
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # Model types of known attention. All cache K after the rotation; latent ones and Llama 4 rotate neighbouring pairs.
 _ARCHITECTURES = {

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
-
+from typing import Any, Literal, TypeAlias
 
 # A note is worth knowing and stops nothing; what is refused or failed does.
 Status: TypeAlias = Literal["ok", "note", "refused", "failed"]

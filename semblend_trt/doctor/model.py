@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +24,6 @@ from semblend_trt.namespace import CacheNamespace, is_unknown
 from semblend_trt.policy import ReusePolicy
 from semblend_trt.reasons import advice
 from semblend_trt.reuse_profile import ReuseProfile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 AUTO = "auto"
 _model, _profile = Area("model"), Area("profile")

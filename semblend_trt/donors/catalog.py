@@ -13,17 +13,15 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, count
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from semblend_trt.config import Eviction
 from semblend_trt.errors import CapacityError, DonorUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # For this long files take no more room than when the disk was full.
 FULL_SECONDS = 60.0

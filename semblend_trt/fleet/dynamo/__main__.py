@@ -13,7 +13,8 @@ import json
 import logging
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import uvloop
 from dynamo.llm import FpmEventSubscriber, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
@@ -26,9 +27,6 @@ from semblend_trt.errors import ConfigurationError
 from semblend_trt.fleet.dynamo.relay import PROBLEMS, RESULTS, EngineWorkers, ModelCard, Relay, counter
 from semblend_trt.fleet.placement import counted_placement
 from semblend_trt.model_files import tokenizer_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROGRAM = "semblend_trt.fleet.dynamo"
 logger = logging.getLogger(PROGRAM)
