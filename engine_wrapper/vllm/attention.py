@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from engine_wrapper.deviation_check import stand_apart
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh, write
+from engine_wrapper.vllm.graphs import room_for
 from engine_wrapper.vllm.hooks import forward_context, own_kernels, prefill_backend_of, replaced_backend
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import to_device
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from engine_wrapper.layer_schedule import DeviationCheck, LayerSchedule, Stage
     from engine_wrapper.vllm.decoder import Decoder, Rows
+    from engine_wrapper.vllm.graphs import WholeGraphs
     from engine_wrapper.vllm.hooks import StepGraphs
     from semblend_trt.ranks import Ranks
 
@@ -48,8 +50,10 @@ KEYS_PER_ROW = 4096
 
 
 def own_builder(group: Any, max_rows: int) -> Any:
-    """Return a second builder of an attention group, for up to `max_rows` sequences a forward and no graphs. If the
-    backend reserves memory for decodes, the engine's limit stays. Raises LayoutError for unknown backends."""
+    """Return a second builder of an attention group, for up to `max_rows` sequences a forward. If the backend reserves
+    memory for decodes, the engine's limit stays. Raises LayoutError for unknown backends.
+
+    Its metadata suits `WholeGraphs` in an engine of one card that captures prompts, by FlashAttention 3."""
     name = group.backend.get_name()
     if name not in BACKENDS:
         raise LayoutError("attention_backend", f"the attention backend is {name}; use one of {', '.join(BACKENDS)}")
@@ -61,9 +65,17 @@ def own_builder(group: Any, max_rows: int) -> Any:
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     if name not in RESERVING_BACKENDS:
         config.scheduler_config.max_num_seqs = max_rows
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    graphs, support = config.compilation_config, theirs.get_cudagraph_support(config, theirs.kv_cache_spec)
+    is_whole = name == "FLASH_ATTN" and support is AttentionCGSupport.ALWAYS
+    is_whole &= graphs.cudagraph_mode.has_piecewise_cudagraphs() and config.parallel_config.tensor_parallel_size == 1
+    graphs.cudagraph_mode = CUDAGraphMode.FULL if is_whole else CUDAGraphMode.NONE
     with set_current_vllm_config(config):
         return type(theirs)(theirs.kv_cache_spec, group.layer_names, config, theirs.device)
+
+
+def takes_whole_graphs(builder: Any) -> bool:
+    """Return whether the metadata of `own_builder` suits `WholeGraphs`."""
+    return builder.vllm_config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
 
 
 @contextmanager
@@ -136,13 +148,21 @@ class VllmRows:
             name: metadata[chunk] for name, chunk in zip(self._parts.names, chunks, strict=True)
         }
 
-    def whole(self, forward: Callable[..., torch.Tensor], graphs: StepGraphs) -> torch.Tensor:
+    def whole(
+        self, forward: Callable[..., torch.Tensor], graphs: StepGraphs, wholes: WholeGraphs | None
+    ) -> torch.Tensor:
         """Return a one-stage schedule's output rows, by the model's own forward, compiled where vLLM compiles it."""
         (stage,) = self._schedule.stages
         self.enter(stage)
-        rows = self._schedule.token_ids, self._positions
-        with self._parts.calls.counted(), graphs.replayed(*rows, self._adapters) as (input_ids, positions):
-            return forward(input_ids=input_ids, positions=positions).index_select(0, self._schedule.output_rows)
+        rows, hidden = (self._schedule.token_ids, self._positions), None
+        with self._parts.calls.counted():
+            if wholes is not None and not self._is_attending and not any(self._parts.chunks):
+                metadata = self._context.attn_metadata[self._parts.names[0]]
+                hidden = wholes.replay(*rows, metadata, self._adapters)
+            if hidden is None:
+                with graphs.replayed(*rows, self._adapters) as (input_ids, positions):
+                    hidden = forward(input_ids=input_ids, positions=positions)
+            return hidden.index_select(0, self._schedule.output_rows)
 
     def run(self, layer: int) -> None:
         """Run a layer."""
@@ -205,6 +225,9 @@ class VllmRows:
         runs = [np.split(own, np.flatnonzero(np.diff(own) != 1) + 1) for own in places]
         lengths = np.array([len(run) for own in runs for run in own])
         ends = np.array([run[-1] + 1 for own in runs for run in own])
+        builder = self._parts.builder
+        if takes_whole_graphs(builder) and (room := room_for(len(slots), len(ends))) is not None:
+            lengths, ends = (np.pad(each, (0, room[1] - len(each))) for each in (lengths, ends))
         table, row = np.zeros((len(ends), max(map(len, tables))), dtype=np.int32), 0
         for own, blocks in zip(runs, tables, strict=True):
             table[row : row + len(own), : len(blocks)] = blocks
@@ -225,7 +248,6 @@ class VllmRows:
             causal=True,
             positions=self._positions,
         )
-        builder = self._parts.builder
         # With more runs than it has room for as decodes, all count as prompts.
         are_too_many = common.num_reqs > builder.vllm_config.scheduler_config.max_num_seqs
         with as_prompts(builder) if are_too_many else nullcontext():

@@ -18,8 +18,9 @@ from vllm.forward_context import get_forward_context
 from engine_wrapper.batch import Batch, EngineForward
 from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, measured, raise_difference, sample_difference
-from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored
+from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored, takes_whole_graphs
 from engine_wrapper.vllm.decoder import check_rotation
+from engine_wrapper.vllm.graphs import WholeGraphs
 from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
 from kernels.device import HostCopy
@@ -66,6 +67,8 @@ class PlannedForward:
         self._stock = runner.model.forward
         self._sparse = False
         self._graphs: StepGraphs  # those of the step that is proven
+        longest = parts.longest, parts.geometry.blocks_for(parts.longest)
+        self._wholes = WholeGraphs(self._stock, parts.names, *longest) if takes_whole_graphs(parts.builder) else None
         # The running step's requests by vLLM's id, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
         self._undo = replace_forward(runner.model, self._forward)
@@ -138,7 +141,8 @@ class PlannedForward:
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
                 if schedule.check is None and schedule.mass is None and len(schedule.stages) == 1:
-                    return rows.whole(self._stock, self._graphs)
+                    # Costs compare plans with cold prompts as vLLM runs them.
+                    return rows.whole(self._stock, self._graphs, self._wholes if plans else None)
                 return follow_all(rows, schedule, geometry.num_layers, ranks, sink)
 
         def lowest(schedule: LayerSchedule) -> Any:
