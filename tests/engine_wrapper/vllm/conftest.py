@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 
+import numba
 import numpy as np
 import pytest
 from torch.cuda import is_available
@@ -32,6 +33,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # vLLM's n-gram drafts start numba's threads, and torch uses as many from then on: later answers round in another way.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+numba.core.config.reload_config()  # numba may be loaded already
 
 
 @pytest.fixture(scope="session", autouse=True)
