@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -225,29 +226,17 @@ def test_an_audit_log_that_misses_requests_is_not_read_as_their_evidence(shipped
         BatchServer(shipped, cases, SETTINGS).answers(arm)
 
 
-class Named:
-    """An LLM that notes the options of a call, or raises `error`."""
-
-    def __init__(self, error=None):
-        self.options, self.error = {}, error
-
-    def generate(self, prompts, params, **options):
-        if self.error is not None:
-            raise self.error
-        self.options = options
-        return []
-
-
 @pytest.mark.parametrize(("salts", "named"), [([None, None], set()), (["a", None], {"cache_salt"})])
 def test_salts_are_named_only_where_there_are_some(salts, named):
-    llm = Named()
+    llm = Mock(**{"generate.return_value": []})
     with pytest.raises(SemBlendError, match="zip"):
         TrtllmEngine(llm, None).generate([[1], [2]], SamplingParams(max_tokens=1), salts)
-    assert set(llm.options) - {"use_tqdm"} == named
+    assert set(llm.generate.call_args.kwargs) - {"use_tqdm"} == named
 
 
 def test_what_the_engine_raises_is_one_sentence():
+    llm = Mock(**{"generate.side_effect": RuntimeError("out of memory")})
     with pytest.raises(SemBlendError, match="TensorRT-LLM gave no answer: out of memory"):
-        TrtllmEngine(Named(RuntimeError("out of memory")), None).generate([[1]], SamplingParams())
+        TrtllmEngine(llm, None).generate([[1]], SamplingParams())
     with pytest.raises(SemBlendError, match=r"does not start with model .*unknown_option"):
         open_llm(str(shipped_model()), None, {}, unknown_option=1)
