@@ -74,14 +74,14 @@ def random_model(family, *, seed=0, **changes):
     return model.eval()
 
 
-def byte_tokenizer():
+def byte_tokenizer(template=None):
     """One token a byte: no text is out of its vocabulary and no two texts share their ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)} | {END_OF_TEXT: EOS_TOKEN_ID}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, chat_template=template)
 
 
 def save_tiny_model(family, folder, *, seed=0, **changes):

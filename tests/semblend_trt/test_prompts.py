@@ -109,9 +109,7 @@ MACRO = "{% macro w(i) %}{% for c in i %}{% endfor %}{% endmacro %}"
 
 
 def rendered(body, template):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    return render_chat(body, tokenizer)[0]
+    return render_chat(body, byte_tokenizer(template))[0]
 
 
 @pytest.mark.promise("fleet", "Placement, the embedded server and the...")
@@ -154,8 +152,7 @@ def test_a_tokenizer_without_a_template_and_one_of_gpt_oss_are_named():
 @pytest.mark.promise("fleet", "Placement, the embedded server and the...")
 def test_placement_and_the_estimate_read_the_same_tokens(tmp_path):
     for kind, template in TEMPLATES.items():
-        tokenizer = byte_tokenizer()
-        tokenizer.chat_template = template
+        tokenizer = byte_tokenizer(template)
         tokenizer.save_pretrained(tmp_path / kind)
         encoder, reader = Encoder(str(tmp_path / kind)), PromptReader(tokenizer)
         bodies = [body for body in READ.values() if body is not READ["special tokens"]]

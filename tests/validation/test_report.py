@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from semblend_trt.errors import ConfigurationError
+from tests.random_models import byte_tokenizer
 from validation.cases import Case, Expectation
 from validation.exactness import Exactness
 from validation.report import BOUNDS, Gate, Report, check_bounds, end_to_end_rows, gates_of, marked, page, summaries
@@ -177,16 +178,6 @@ ATTACK = "<script>document.title = 'attacked'</script><img src=x onerror=\"docum
 ARMS = ("cold", "cold_again", "exact_prefix", "position_fix", "verified")
 
 
-class Letters:
-    """A tokenizer of one token a character."""
-
-    def encode(self, text):
-        return list(map(ord, text))
-
-    def decode(self, tokens, **_):
-        return "".join(map(chr, tokens))
-
-
 @pytest.fixture
 def html(make_sample, measured):
     """The page of a run whose every text is an attack."""
@@ -199,7 +190,7 @@ def html(make_sample, measured):
     samples = [make_sample(case_id=x.id, workload=x.workload, arm=arm, **said) for x in cases for arm in ARMS]
     gates = [Gate("speedup", 2.0, 1.05, "higher", ATTACK), Gate("rouge1", None, 0.35, "higher", "reads")]
     report = Report(f"model {ATTACK}", "verified", samples, {}, "", gates, {"prompts": ATTACK}, measured, 1.0, [ATTACK])
-    return page(report, cases, Letters())
+    return page(report, cases, byte_tokenizer())
 
 
 class Tags(HTMLParser):
@@ -228,12 +219,13 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_a_part_of_it(html):
 
 def test_reused_text_and_the_exact_prefix_are_marked(make_sample):
     sample = make_sample(exact_prefix_tokens=3, spans=((8, 2), (4, 2)))
-    pieces = marked(Letters(), "abcdefghijkl", sample)
+    tokenizer = byte_tokenizer()
+    pieces = marked(tokenizer, "abcdefghijkl", sample)
     assert pieces == [("exact", "abc"), ("", "d"), ("reused", "ef"), ("", "gh"), ("reused", "ij"), ("", "kl")]
     overlapping = make_sample(exact_prefix_tokens=5, spans=((4, 3),))
-    assert marked(Letters(), "abcdefgh", overlapping) == [("exact", "abcde"), ("reused", "fg"), ("", "h")]
+    assert marked(tokenizer, "abcdefgh", overlapping) == [("exact", "abcde"), ("reused", "fg"), ("", "h")]
     refused = make_sample(exact_prefix_tokens=0, reused_tokens=0, spans=((4, 2),))
-    assert marked(Letters(), "abc", refused) == [("", "abc")]
+    assert marked(tokenizer, "abc", refused) == [("", "abc")]
 
 
 LOOK = """(document, getComputedStyle) => {

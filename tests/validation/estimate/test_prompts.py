@@ -198,9 +198,7 @@ def test_prompts_keep_their_order_and_ids_whatever_they_are():
 
 @pytest.mark.parametrize("schema", ["parameters", "input_schema"])
 def test_tools_of_other_apis_are_those_of_a_chat(tmp_path, schema):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ tools | tojson }}"
-    tokenizer.save_pretrained(tmp_path)
+    byte_tokenizer("{{ tools | tojson }}").save_pretrained(tmp_path)
     tool = {"name": "find", "description": "Finds.", schema: {"type": "object"}}
     both = {"type": "function", "function": {**tool, "parameters": {"type": "object"}}}, tool
     lines = [{"messages": CHAT, "tools": [each]} for each in both]
@@ -210,12 +208,11 @@ def test_tools_of_other_apis_are_those_of_a_chat(tmp_path, schema):
 
 
 def test_a_models_tokenizer_brings_its_template(tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
         "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path)
+    byte_tokenizer(template).save_pretrained(tmp_path)
     encoder = Encoder(str(tmp_path))
     log = log_of([{"messages": [{"role": role, "content": "x"}]} for role in ("user", "tool")], encoder=encoder)
     ((prompt, ids),) = encoded(log, encoder)
