@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections import Counter
 
 import pytest
 
+from semblend_trt import config
 from semblend_trt.fleet.connection import ConnectionOptions, connect_client, flush, listen
 from semblend_trt.fleet.directory import Directory
 from semblend_trt.fleet.events import decode
@@ -100,6 +102,14 @@ class Reader:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_qwen2_path):
     return load_tokenizer(str(tiny_qwen2_path))
+
+
+@pytest.fixture
+def no_settings(monkeypatch):
+    """The environment has none of our settings, and each warning of one is said again."""
+    for name in [name for name in os.environ if name.startswith(config.PREFIXES)]:
+        monkeypatch.delenv(name)
+    config._warn_once.cache_clear()
 
 
 @pytest.fixture

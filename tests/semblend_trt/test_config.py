@@ -1,7 +1,6 @@
 """Every setting: where it is read from, which name wins, how a wrong value is told, and how `config` prints it."""
 
 import json
-import os
 import re
 import traceback
 from enum import Enum
@@ -14,12 +13,13 @@ from pydantic import SecretStr
 from semblend_trt import config
 from semblend_trt.cli.config import MASK, masked, settings_in_use
 from semblend_trt.cli.main import main
-from semblend_trt.config import PREFIXES, Settings, load_settings, terms_of, variables_of
+from semblend_trt.config import Settings, load_settings, terms_of, variables_of
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.plan import ReuseTerms, SpanCheck
 from semblend_trt.policy import ReusePolicy
 from tests.pages import Page, code_in
 
+pytestmark = pytest.mark.usefixtures("no_settings")
 # Values of settings whose type does not tell one.
 TOLD = {
     "max_kl": "0.01",
@@ -48,13 +48,6 @@ def sample(name):
 
 
 VARIABLES = [(name, variable) for name in Settings.model_fields for variable in variables_of(name)]
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
-        monkeypatch.delenv(name)
-    config._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "variable"), VARIABLES, ids=[variable for _, variable in VARIABLES])
@@ -235,7 +228,7 @@ def test_terms_that_the_model_has_no_layer_for_are_refused(policy, boundary, lay
 
 
 @pytest.fixture
-def _settings(monkeypatch):
+def _settings(no_settings, monkeypatch):
     monkeypatch.setenv("TRTLLM_SEMBLEND_HOST_BYTES", "1024")
     monkeypatch.setenv("SEMBLEND_HOST_BYTES", "2048")
     monkeypatch.setenv("SEMBLEND_NATS_TOKEN", "hunter2")

@@ -1,7 +1,6 @@
 """`semblend-trt doctor` ends with a status that scripts can use, and tells people and programs why."""
 
 import json
-import os
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -10,9 +9,10 @@ import torch
 
 from semblend_trt.cli import doctor
 from semblend_trt.cli.main import main
-from semblend_trt.config import PREFIXES, Settings, load_settings
+from semblend_trt.config import Settings, load_settings
 from semblend_trt.doctor import Area, Finding
 
+pytestmark = pytest.mark.usefixtures("no_settings")
 GIB = 1 << 30
 METADATA = """Metadata-Version: 2.4
 Name: semblend-trt
@@ -30,12 +30,6 @@ Requires-Dist: no-such-index>=1; extra == 'semantic'
 """
 NATS = {"nats_url": "nats://127.0.0.1:4222"}
 LACKS = "is not complete: no-such"
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
-        monkeypatch.delenv(name)
 
 
 @pytest.mark.promise("commands", "`semblend-trt doctor` says what is missing or refused, and its status is for scripts")
