@@ -24,7 +24,7 @@ from tests.builders.shards import keep_shard
 from tests.engine_wrapper.trtllm.stand_ins import KV_SCALE, LlmArgs, LlmRequest, executor_of
 from tests.engine_wrapper.watching import failing
 from tests.random_models import save_tiny_model
-from tests.semblend_trt.held_donors import held_in
+from tests.semblend_trt.held_donors import held_in, saved
 from tests.semblend_trt.rank_threads import on_ranks
 
 
@@ -53,9 +53,7 @@ class Service:
         logits = self.executor.prefill(request)
         self.worker.wait_for_save(None)
         if self.asked(lambda scheduler: scheduler.request_finished(request, request.blocks)):
-            done = self.worker.get_finished([request.request_id], [])[0]
-            while not done:
-                done = self.worker.get_finished([], [])[0]
+            saved(self.worker, request.request_id)
         self.manager.free_resources(request)
         self.bind(new_requests=[], cached_requests=[])
         return logits

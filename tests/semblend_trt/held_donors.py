@@ -77,6 +77,14 @@ def host_kv(*sizes, form=FORM, fill=None):
     return HostKv(tuple(parts))
 
 
+def saved(worker, request_id):
+    """Polls until the request's save has ended, as the executor's idle iterations do."""
+    done, _ = worker.get_finished([request_id], [])
+    while request_id not in done:
+        done, _ = worker.get_finished([], [])
+    return done
+
+
 def text_of(tokens, donor_id="donor", generation=0):
     return DonorText(donor_id, "key", np.arange(7, 7 + tokens, dtype=np.int32), generation)
 

@@ -1,6 +1,7 @@
 """What no engine should hand over is refused and counted, and the engine goes on."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from semblend_trt.runtime import runtime_for
 from tests.builders.engine import text
 from tests.engine_wrapper.embedded.conftest import TWO, teach
 from tests.engine_wrapper.embedded.random_life import SaverGate
+from tests.semblend_trt.held_donors import saved
 
 PROMPT = list(range(100))
 STOCK = "semblend_trt.connector"
@@ -41,11 +43,8 @@ def test_a_salt_that_no_engine_sends_has_its_reason(llm, salt):
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
-    class Reader:
-        def take_events(self):
-            told.extend(runtime.saved)
-
-    worker, runtime, told, reader = llm.connector_worker, runtime_for(llm.llm_args), [], Reader()
+    worker, runtime, told = llm.connector_worker, runtime_for(llm.llm_args), []
+    reader = Mock(take_events=lambda: told.extend(runtime.saved))
     runtime.scheduler = reader
     worker.bind_connector_meta(
         SemBlendConnectorMetadata(
@@ -55,9 +54,7 @@ def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
         )
     )
     worker.start_load_kv(None)
-    done, _ = worker.get_finished([9], [])
-    while 9 not in done:
-        done, _ = worker.get_finished([], [])
+    saved(worker, 9)
     (news,) = told
     assert news.tokens == kept or news.error is not None
 

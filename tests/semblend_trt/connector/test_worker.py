@@ -17,7 +17,7 @@ from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineMode, PlanSpan
 from semblend_trt.runtime import runtime_for
 from tests.random_models import save_tiny_model
-from tests.semblend_trt.held_donors import held_in, held_kv, whole
+from tests.semblend_trt.held_donors import held_in, held_kv, saved, whole
 from tests.semblend_trt.plans import plan_of
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
@@ -49,14 +49,6 @@ def begin(worker, **fields):
 def step(worker, **fields):
     begin(worker, **fields)
     worker.wait_for_save(None)
-
-
-def saved(worker, request_id):
-    """Polls until the request's save has ended, as the executor's idle iterations do."""
-    done, _ = worker.get_finished([request_id], [])
-    while request_id not in done:
-        done, _ = worker.get_finished([], [])
-    return done
 
 
 def settle(worker):
