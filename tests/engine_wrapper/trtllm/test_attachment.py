@@ -205,23 +205,16 @@ def test_what_one_rank_cannot_attach_no_rank_attaches(tiny_qwen2_path, monkeypat
 class Unreadable:
     """A caller that cannot be looked at, and what it holds."""
 
-    def __init__(self):
-        self.kv_connector_manager = self
-
-    @property
-    def worker(self):
-        raise RuntimeError("not now")
-
-    def register(self, site):
-        site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
+    kv_connector_manager = property(lambda self: self)
+    worker = property(lambda self: 1 / 0)
 
 
 @pytest.mark.parametrize("caller", [None, Unreadable()], ids=["none", "unreadable"])
 def test_without_an_executor_among_the_callers_nothing_is_attached(site, caller):
-    if caller is None:
+    def register(self):
         site.worker.register_kv_caches(site.executor.kv_cache_manager.pool)
-    else:
-        caller.register(site)
+
+    register(caller)
     assert (site.worker.attachment.guard_refusal, site.attributes()) == ("executor_unknown", site.before)
 
 

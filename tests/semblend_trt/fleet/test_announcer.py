@@ -86,16 +86,9 @@ def test_engines_that_share_a_publisher_withdraw_their_own_donors_only(make_work
     assert reader.wait_for(lambda reader: donors_of(reader.directory, (3, 0)) == worker.held)
 
 
-class BrokenPublisher:
-    """Fails at every call."""
-
-    def __getattr__(self, name):
-        raise RuntimeError("injected")
-
-
 @pytest.mark.promise("fleet", "Serving neither waits for NATS nor...")
 def test_nothing_is_raised_into_serving(caplog):
-    donors = DonorAnnouncer(BrokenPublisher(), lambda: None)
+    donors = DonorAnnouncer(object(), lambda: None)  # has nothing that a publisher has
     donors.intended("a", NAMESPACE, None)
     donors.held("a", text(1, 100), "host")
     donors.embedded("a", np.ones(4, dtype=np.float32))
