@@ -12,19 +12,14 @@ from kernels.layout import KvGeometry, PagedKv
 from kernels.rope import still
 from semblend_trt.cost import CostModel, cold_work, plan_work
 from semblend_trt.plan import SpanCheck
-from semblend_trt.ranks import Ranks
+from semblend_trt.ranks import EngineRanks, Ranks
 from tests.builders.engine import DONOR, SHIFTED, serve, teach
 
 
 def test_all_is_run_and_the_first_difference_of_any_rank_is_raised():
     """A forward waits for the other ranks, which may have found nothing."""
-
-    class Second(Ranks):
-        def gather(self, value):
-            return [["the other rank's"], value]
-
-    ran = []
-    for ranks, first in ((Ranks(), "the first"), (Second(), "the other rank's")):
+    ran, second = [], EngineRanks(1, 2, lambda value: [["the other rank's"], value])
+    for ranks, first in ((Ranks(), "the first"), (second, "the other rank's")):
         with pytest.raises(LayoutError, match=first):
             raise_difference((ran.append(each) or each for each in ("the first", None, "the last")), ranks)
     assert ran == ["the first", None, "the last"] * 2

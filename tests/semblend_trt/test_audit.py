@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,24 +26,19 @@ def lost(log):
     return {reason: count for reason, count in log.dropped.items() if count}
 
 
-class Writes:
-    """What `os.write` is asked for: `gate` closed holds it back, `begun` says that it was called."""
-
-    def __init__(self):
-        self.gate, self.begun, self.threads = threading.Event(), threading.Event(), set()
-        self.gate.set()
-
-    def write(self, descriptor, data):
-        self.threads.add(threading.current_thread().name)
-        self.begun.set()
-        assert self.gate.wait(60)
-        return os_write(descriptor, data)
-
-
 @pytest.fixture
 def writes(monkeypatch):
-    held = Writes()
-    monkeypatch.setattr(os, "write", held.write)
+    """What `os.write` is asked for: `gate` closed holds it back, `begun` says that it was called."""
+    held = SimpleNamespace(gate=threading.Event(), begun=threading.Event(), threads=set())
+    held.gate.set()
+
+    def write(descriptor, data):
+        held.threads.add(threading.current_thread().name)
+        held.begun.set()
+        assert held.gate.wait(60)
+        return os_write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
     return held
 
 
@@ -165,14 +161,14 @@ def test_unwritable_path_is_counted_and_told_once(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_full_disk_loses_only_what_did_not_fit(path, writes, monkeypatch):
+def test_full_disk_loses_only_what_did_not_fit(path, monkeypatch):
     """Two lines of an append fit, and a part of the third one; later lines begin behind its end."""
     log, room = AuditLog(path), [180]
 
     def write(descriptor, data):
         if not room[0]:
             raise OSError(errno.ENOSPC, "full")
-        written = writes.write(descriptor, data[: room[0]])
+        written = os_write(descriptor, data[: room[0]])
         room[0] -= written
         return written
 

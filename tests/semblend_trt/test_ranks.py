@@ -33,18 +33,13 @@ def test_several_ranks_get_the_same():
     assert on_ranks(3, work) == [([0, 1, 2], "of 0", [0, 3], [111.0, 111.0])] * 3
 
 
-@pytest.fixture
-def engine(monkeypatch):
+def test_the_ranks_of_an_engine_are_its_own(monkeypatch):
     """`tensorrt_llm/_utils.py` (1.2 @3277953), on rank 1 of 2."""
-    module = ModuleType("tensorrt_llm._utils")
-    module.mpi_rank, module.mpi_world_size = lambda: 1, lambda: 2
-    module.mpi_allgather = lambda value: ["of rank 0", value]
+    engine = ModuleType("tensorrt_llm._utils")
+    engine.mpi_rank, engine.mpi_world_size = lambda: 1, lambda: 2
+    engine.mpi_allgather = lambda value: ["of rank 0", value]
     monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
-    monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", module)
-    return module
-
-
-def test_the_ranks_of_an_engine_are_its_own(engine):
+    monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", engine)
     found = ranks_of(2)
     assert (found.rank, found.size, found.gather("own")) == (1, 2, ["of rank 0", "own"])
     assert ranks_of(4) is None
@@ -113,13 +108,8 @@ def test_without_plans_nothing_is_said():
     assert agree_on_loads(EngineRanks(0, 2, fail), [], {}, 1) == ({}, 1)
 
 
-def test_what_another_rank_could_not_do_is_an_error_here():
-    class First(TorchRanks):
-        def __init__(self):
-            """Join no group."""
-
-        def least(self, values):
-            return [0, *values[1:]]
-
+def test_what_another_rank_could_not_do_is_an_error_here(monkeypatch):
+    monkeypatch.setattr(TorchRanks, "least", lambda _, values: [0, *values[1:]])
+    ranks = TorchRanks.__new__(TorchRanks)  # joins no group
     with pytest.raises(DonorUnavailableError, match="another rank could not do its part"):
-        First().together(lambda: "done")
+        ranks.together(lambda: "done")

@@ -1,6 +1,7 @@
 """The prompt format is exact, no part can forge a mark, and a model is asked in the form that its tokenizer knows."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,14 +14,9 @@ PARTS = ("Answer.", ["one", "two"], "How many?")
 TURNS = [Turn("q1", "a1", ("d1",)), Turn("q2", "a2")]
 
 
-class Words:
-    """A tokenizer that knows `words`."""
-
-    def __init__(self, *words):
-        self._words = words
-
-    def get_vocab(self):
-        return {word: number for number, word in enumerate(self._words)}
+def knowing(*words):
+    """A tokenizer that knows these words."""
+    return SimpleNamespace(get_vocab=lambda: {word: number for number, word in enumerate(words)})
 
 
 def test_parts_are_joined_in_order_under_marks_or_headings():
@@ -51,11 +47,11 @@ def test_marks_inside_a_part_are_refused(mark):
 def test_the_tokenizer_decides_on_the_form_unless_one_is_named(shipped, tiny_model_paths, chat_tokenizer):
     assert form_for(shipped.tokenizer) is SHIPPED
     assert form_for(ModelRunner(tiny_model_paths["llama"], "float32", "cpu").tokenizer) is PLAIN
-    assert form_for(Words(*prompts.MARKS, "a")) is YARDSTICK
-    assert form_for(Words(*prompts.MARKS[1:], "a")) is PLAIN
-    assert all(form_for(Words(), name) is form and form.name == name for name, form in FORMS.items())
+    assert form_for(knowing(*prompts.MARKS, "a")) is YARDSTICK
+    assert form_for(knowing(*prompts.MARKS[1:], "a")) is PLAIN
+    assert all(form_for(knowing(), name) is form and form.name == name for name, form in FORMS.items())
     with pytest.raises(ConfigurationError, match="'markdown' is unknown; use shipped, yardstick, plain, chat"):
-        form_for(Words(), "markdown")
+        form_for(knowing(), "markdown")
     assert form_for(chat_tokenizer(None)) is PLAIN
     with pytest.raises(ConfigurationError, match="has no chat template"):
         form_for(chat_tokenizer(None), "chat")

@@ -85,10 +85,5 @@ def test_the_last_namespaces_are_remembered_and_never_a_salt(pair, salt, bound, 
 
 def test_a_request_that_ends_while_it_is_asked_about_has_a_report(pair, monkeypatch):
     scheduler, report = pair[0], ReuseReport(Outcome.COLD_FALLBACK.value, None)
-
-    class Ending(RequestTable):
-        def get(self, request_id):
-            scheduler.outcomes.record(request_id, report)
-
-    monkeypatch.setattr(scheduler, "_requests", Ending())
+    monkeypatch.setattr(RequestTable, "get", lambda _, request_id: scheduler.outcomes.record(request_id, report))
     assert scheduler.reuse_of(1) is report

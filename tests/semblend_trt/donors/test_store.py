@@ -209,25 +209,19 @@ def test_what_has_no_room_or_is_not_written_to_its_end_is_not_held(rank, name, f
     assert_all_is_free(rank)
 
 
-class OtherRank:
-    """What the other rank tells next: the tokens that it holds of each donor, -1 where it is not done."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def gather(self, own):
-        assert len(own) == len(self.tokens)
-        return [own, self.tokens]
-
-
 @pytest.fixture
 def other():
-    return OtherRank()
+    """What the other rank tells next: the tokens that it holds of each donor, -1 where it is not done."""
+    return SimpleNamespace(tokens=[])
 
 
 @pytest.fixture
 def one_of_two(other):
-    built = Rank(ranks=EngineRanks(0, 2, other.gather))
+    def gather(own):
+        assert len(own) == len(other.tokens)
+        return [own, other.tokens]
+
+    built = Rank(ranks=EngineRanks(0, 2, gather))
     yield built
     built.saver.close()
 
