@@ -11,20 +11,14 @@ from semblend_trt.background import Background, OnceAMinute
 logger = logging.getLogger("test_background")
 
 
-@pytest.fixture
-def thread():
-    background = Background("semblend-test")
-    yield background
-    assert background.close(60)
-
-
-def test_a_call_that_fails_is_told_and_ends_nothing(thread, caplog):
-    ran = []
+def test_a_call_that_fails_is_told_and_ends_nothing(caplog):
+    thread, ran = Background("semblend-test"), []
     for call in (lambda: ran.append(0), lambda: [][0], lambda: ran.append(threading.current_thread().name)):
         thread.submit(call)
     thread.drain()
     assert ran == [0, "semblend-test"]
     assert "a call in the background failed" in caplog.text
+    assert thread.close(60)
 
 
 def test_close_gives_a_call_up_that_never_ends():

@@ -38,14 +38,10 @@ def test_an_unsupported_architecture_is_refused(model_folder, model_type, archit
     assert refusal.value.reason == reason
 
 
-def damaged(folder):
-    (folder / "model.safetensors").write_bytes(b"not weights")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damaged, "its weights cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights"), "its weights cannot be read"),
         (lambda folder: (folder / "model.safetensors").unlink(), "its weights cannot be read"),
         (
             lambda folder: change_config(folder, num_hidden_layers=4, layer_types=None),

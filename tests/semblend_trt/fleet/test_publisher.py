@@ -97,14 +97,6 @@ def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_serv
 
 
 @pytest.fixture
-def worker_of_a_stream(nats_server, make_worker):
-    """A worker whose stream has its reset and its first heartbeat."""
-    worker = make_worker(nats_server, stream="DONORS", heartbeat_seconds=3600.0)
-    assert worker.publisher.flush(30)
-    return worker
-
-
-@pytest.fixture
 def acks(monkeypatch):
     """The stream's acknowledgements: the next `keep` do not reach the publisher; `repeats` counts duplicates."""
     made, publish = SimpleNamespace(keep=0, repeats=0), JetStreamContext.publish
@@ -122,8 +114,10 @@ def acks(monkeypatch):
 
 
 @pytest.mark.promise("fleet", "A JetStream stream keeps each event once; TLS, credentials and tokens are passed on")
-def test_what_was_not_acknowledged_is_sent_again_and_kept_once(nats_server, acks, worker_of_a_stream, reader):
-    worker, counters = worker_of_a_stream, worker_of_a_stream.counters
+def test_what_was_not_acknowledged_is_sent_again_and_kept_once(nats_server, acks, make_worker, reader):
+    worker = make_worker(nats_server, stream="DONORS", heartbeat_seconds=3600.0)
+    counters = worker.counters
+    assert worker.publisher.flush(30)  # the stream has its reset and its first heartbeat
     acks.keep = 5
     add_at_once(worker, 20)
     assert worker.publisher.flush(30)
