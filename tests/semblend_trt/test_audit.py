@@ -14,6 +14,7 @@ import pytest
 
 from semblend_trt.audit import SCHEMA, AuditLog
 from semblend_trt.outcome import Outcome
+from tests.engine_wrapper.watching import watched
 
 os_write = os.write
 
@@ -93,9 +94,7 @@ def test_a_log_may_end_on_its_own_thread(path):
 
 @pytest.mark.known_defect(35)
 def test_one_file_stays_open(path, monkeypatch):
-    opened = []
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda *args: opened.append(args[0]) or real(*args))
+    opened = watched(monkeypatch, os, "open", lambda _, path, *__: path)
     log = AuditLog(path)
     for number in range(50):
         log.event("step", number=number)

@@ -13,6 +13,7 @@ import pytest
 from semblend_trt import model_files
 from semblend_trt.errors import ConfigurationError
 from semblend_trt.model_files import DigestCache, FileState, digest_of_files, file_states, weights_digest
+from tests.engine_wrapper.watching import watched
 
 
 @pytest.mark.parametrize(
@@ -100,15 +101,7 @@ def _small(monkeypatch):
 @pytest.fixture
 def reads(monkeypatch):
     """The path of every chunk that is read."""
-    seen = []
-    read = model_files._chunk
-
-    def watched(state, start):
-        seen.append(state.path)
-        return read(state, start)
-
-    monkeypatch.setattr(model_files, "_chunk", watched)
-    return seen
+    return watched(monkeypatch, model_files, "_chunk", lambda _, state, start: state.path)
 
 
 def written(path, content):

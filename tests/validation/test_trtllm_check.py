@@ -188,10 +188,7 @@ def test_what_keeps_it_from_an_answer_is_one_sentence_before_any_engine_starts(
 
 
 def test_an_engine_that_does_not_start_is_a_line_that_fails(monkeypatch, capsys):
-    def start(*_, **__):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(sys.modules["tensorrt_llm"], "LLM", start)
+    monkeypatch.setattr(sys.modules["tensorrt_llm"], "LLM", Mock(side_effect=RuntimeError("no memory")))
     assert check.main(["--model", str(shipped_model()), *SMALL]) == 1
     assert lines(capsys) == {"engine": "FAILS"}
 

@@ -15,6 +15,7 @@ from engine_wrapper.vllm.attention import VllmRows
 from engine_wrapper.vllm.planned_forward import PlannedForward
 from semblend_trt.reasons import Scope, advice
 from tests.builders.vllm import DONOR, MOVED, NEW, transfer
+from tests.engine_wrapper.watching import watched
 
 UNKNOWN = LookupError("the model runner is of a kind that is not known")
 ANOTHER = LayoutError("attention_backend", "the attention backend is FLASHINFER")
@@ -93,19 +94,14 @@ def test_one_whose_first_prompt_comes_out_otherwise_is_served_as_stock(engine, c
 
 def test_rows_that_a_later_graph_writes_over_are_compared_as_they_were(engine, monkeypatch):
     """On a card the engine's rows lie where graphs, which we replay too, have their outputs."""
-    engines_rows, prove, ours = [], PlannedForward._prove, VllmRows.whole
+    engines_rows, prove = [], PlannedForward._prove
 
     def kept(forward, arguments, options, hidden):
         engines_rows.append(hidden)
         prove(forward, arguments, options, hidden)
 
-    def replayed(*given):
-        found = ours(*given)
-        engines_rows[-1].zero_()
-        return found
-
     monkeypatch.setattr(PlannedForward, "_prove", kept)
-    monkeypatch.setattr(VllmRows, "whole", replayed)
+    watched(monkeypatch, VllmRows, "whole", lambda *_: engines_rows[-1].zero_())
     served = engine("position_fix")
     served.ask(DONOR, max_tokens=1)
     assert served.runtime.mode.value == "wrapper"

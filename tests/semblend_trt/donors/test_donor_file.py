@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import PAGE, DonorFileError, KvForm, read_kv, read_text, write_donor
+from tests.engine_wrapper.watching import watched
 from tests.semblend_trt.held_donors import FORM, host_kv, text_of, whole
 
 TOKENS = 21
@@ -234,13 +235,7 @@ def test_no_thread_reads_into_the_memory_behind_an_error(written, monkeypatch):
 
 def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeypatch):
     path, _, seal = written
-    readers, read = [], disk_tier._read_all
-
-    def note(*arguments):
-        readers.append(threading.current_thread())
-        read(*arguments)
-
-    monkeypatch.setattr(disk_tier, "_read_all", note)
+    readers = watched(monkeypatch, disk_tier, "_read_all", lambda *_: threading.current_thread())
     kv_in(path, seal)
     assert [reader.daemon for reader in readers if reader is not threading.main_thread()] == [True] * 3
 
@@ -248,12 +243,5 @@ def test_a_disk_that_never_answers_keeps_no_process_from_ending(written, monkeyp
 def test_a_file_that_shrinks_while_it_is_read_is_refused(written, monkeypatch):
     """A page of a mapping that is gone, or that a failing disk cannot give, would end the process."""
     path, _, seal = written
-    checked = disk_tier._header_of
-
-    def cut(*arguments):
-        header = checked(*arguments)
-        os.truncate(path, FORM.header_bytes)
-        return header
-
-    monkeypatch.setattr(disk_tier, "_header_of", cut)
+    watched(monkeypatch, disk_tier, "_header_of", lambda *_: os.truncate(path, FORM.header_bytes))
     assert_refused("corrupt", kv_in, path, seal)

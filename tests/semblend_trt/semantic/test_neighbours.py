@@ -7,6 +7,7 @@ import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,11 +154,8 @@ def test_one_text_that_fails_costs_only_itself(records, caplog, made):
 
 @pytest.mark.parametrize("error", [ConfigurationError("pip install 'semblend-trt[onnx]'"), RuntimeError("injected")])
 def test_an_embedder_that_cannot_be_made_is_logged_once(records, caplog, error, neighbours_of):
-    def raises():
-        raise error
-
     with caplog.at_level(logging.WARNING):
-        made = neighbours_of(raises)
+        made = neighbours_of(Mock(side_effect=error))
         made._thread.drain()
         for number in range(1000):
             made.found(str(number), "space", text(number, 5), "host")

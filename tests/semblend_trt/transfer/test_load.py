@@ -4,6 +4,7 @@ For every size of slots, staged copies place and fetch what one plain move would
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,18 +151,12 @@ def test_donors_are_let_go_when_the_load_is_queued(store):
 
 
 def test_an_error_half_way_fails_every_plan_of_the_call(store, monkeypatch):
-    reader = READERS["staged"]()
-    calls = []
-
-    def fails(*arguments):
-        calls.append(arguments)
-        raise RuntimeError("injected")
-
+    reader, fails = READERS["staged"](), Mock(side_effect=RuntimeError("injected"))
     monkeypatch.setattr(reader, "placing", lambda *_: fails)
     other = plan(PlanSpan("near", 0, 0, 4), request_id=5, blocks=(12,))
     failed = loader(store, empty_pool(), reader).load([MIXED, other])
     assert [plan.request_id for plan, _ in failed] == [1, 5]
-    assert len(calls) == 1
+    assert fails.call_count == 1
     assert store.drop("near")
     assert used_blocks(store.device) == 0
 
