@@ -40,6 +40,7 @@ class Bench:
 
     def clear(self):
         self.pool.fill_(float("nan"))
+        return self
 
     def slice(self, request_id, tokens, begin=0, end=None):
         return SequenceSlice(request_id, begin, tokens[begin:end], self._blocks[request_id - 1])

@@ -17,16 +17,12 @@ def benches(tiny_model_paths):
 
 @pytest.fixture(params=FAMILIES)
 def family_bench(request, benches):
-    bench = benches(request.param)
-    bench.clear()
-    return bench
+    return benches(request.param).clear()
 
 
 @pytest.fixture
 def bench(benches):
-    bench = benches("qwen2")
-    bench.clear()
-    return bench
+    return benches("qwen2").clear()
 
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 61])

@@ -38,10 +38,3 @@ def writer(request):
 def english():
     """A writer of plain English, whose tokens are those of the shipped model."""
     return Writer(PLAIN, Tokenizer.from_file(str(shipped_model() / "tokenizer.json")))
-
-
-@pytest.fixture(scope="session")
-def eval_data():
-    if not (SHARED / "data" / "eval").is_dir():
-        pytest.skip("../shared not present")
-    return SHARED / "data" / "eval"
