@@ -39,17 +39,15 @@ def shipped_runner():
 
 
 @pytest.fixture
-def engines_of(tmp_path):
+def engines_of(tmp_path, request):
     """Makes what builds engines over a model; all of them are shut down when the test ends."""
-    made = []
 
     def make(model, kind=Engines, **options):
-        made.append(kind(tmp_path / "audit.jsonl", model=model, **options))
-        return made[-1]
+        made = kind(tmp_path / "audit.jsonl", model=model, **options)
+        request.addfinalizer(made.shutdown)
+        return made
 
-    yield make
-    for engines in made:
-        engines.shutdown()
+    return make
 
 
 @pytest.fixture

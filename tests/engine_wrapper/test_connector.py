@@ -123,17 +123,15 @@ def settings(monkeypatch):
 
 
 @pytest.fixture
-def service_of(tiny_qwen2_path):
+def service_of(tiny_qwen2_path, request):
     """Makes services that are closed when the test ends."""
-    made = []
 
     def make(path=tiny_qwen2_path, **options):
-        made.append(Service(path, **options))
-        return made[-1]
+        made = Service(path, **options)
+        request.addfinalizer(made.close)
+        return made
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 @pytest.fixture(params=[("qwen2", "1.1"), ("gemma3_text", "1.2")], ids=lambda each: each[0])

@@ -16,17 +16,14 @@ CONNECTOR, CHATS = KvCacheConnectorConfig.ours(), "/v1/chat/completions"
 
 
 @pytest.fixture
-def make_worker(tiny_qwen2_path):
-    workers = []
-
+def make_worker(tiny_qwen2_path, request):
     def make(**fields):
         llm = LLM(tiny_qwen2_path, dtype="float32", max_seq_len=512, **fields)
-        workers.append(Worker(llm, "tiny"))
-        return llm, workers[-1]
+        worker = Worker(llm, "tiny")
+        request.addfinalizer(worker.close)
+        return llm, worker
 
-    yield make
-    for worker in workers:
-        worker.close()
+    return make
 
 
 def asked(worker, ask):

@@ -152,20 +152,18 @@ def directory(clock):
 
 
 @pytest.fixture
-def make_worker():
+def make_worker(request):
     """make_worker(server, ...): a worker whose events go there; connection options and settings as keywords."""
-    workers = []
 
     def make(server, **keywords):
         fields = {field.name for field in dataclasses.fields(ConnectionOptions)}
         chosen = {name: keywords.pop(name) for name in list(keywords) if name in fields}
         options = ConnectionOptions(**({"servers": (server.url,), "subject": "semantic-kv-events"} | chosen))
-        workers.append(PublishingWorker(options, **keywords))
-        return workers[-1]
+        worker = PublishingWorker(options, **keywords)
+        request.addfinalizer(worker.publisher.close)
+        return worker
 
-    yield make
-    for worker in workers:
-        worker.publisher.close()
+    return make
 
 
 def overlap(sketch, prompt):
