@@ -139,18 +139,13 @@ def shipped(shipped_runner, engines_of):
     return engines_of(str(shipped_model()), Fp8Engines, runner=shipped_runner)
 
 
-@pytest.fixture
-def rebound(shipped, tmp_path, trial):
-    """The shipped model's profile, as if it had been made for KV in fp8, with changes to its check."""
-
-    def write(**changes):
-        found, namespace = ReuseProfile.read(shipped_model() / PROFILE_NAME), shipped().connector_scheduler.namespace
-        own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
-        fields = {"namespace": {**found.namespace, **own}, "check": found.check.model_copy(update=changes)}
-        found.model_copy(update=fields).write(tmp_path / "fp8.json")
-        return tmp_path / "fp8.json"
-
-    return write
+def rebound(engines, path, **changes):
+    """Writes the shipped model's profile, as if it had been made for KV in fp8, with changes to its check."""
+    found, namespace = ReuseProfile.read(shipped_model() / PROFILE_NAME), engines().connector_scheduler.namespace
+    own = {"kv_dtype": namespace.kv_dtype, "cache_dtype": namespace.cache_dtype}
+    fields = {"namespace": {**found.namespace, **own}, "check": found.check.model_copy(update=changes)}
+    found.model_copy(update=fields).write(path)
+    return path
 
 
 SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
@@ -162,14 +157,15 @@ SAMPLE = {"sample_every": 4, "sample_threshold": 0.1}
     "In the embedded engine traps are seen by verified with KV in e4m3 too; its donors and profiles serve no other "
     "KV type, and other types are refused by name",
 )
+@pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("family", ["header_trap", "mid_sentence_trap"])
-def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, rebound, family):
+def test_a_trap_is_seen_by_verified_and_not_by_position_fix(shipped, tmp_path, family):
     cold = shipped.cold()
     cases = serving.cases_of(cold.tokenizer, family, GROUPS)
     assert answers(cold, cases)[0] == GROUPS
     assert answers(shipped(POLICY="position_fix"), cases)[:2] == (0, GROUPS)
     for changes in ({}, SAMPLE):
-        assert answers(shipped(PROFILE=rebound(**changes)), cases)[:2] == (GROUPS, 0)
+        assert answers(shipped(PROFILE=rebound(shipped, tmp_path / "fp8.json", **changes)), cases)[:2] == (GROUPS, 0)
 
 
 @pytest.mark.promise(

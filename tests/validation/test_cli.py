@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -214,12 +215,9 @@ def test_names_of_cases_are_shown_and_do_nothing(command, tmp_path, capsys):
 
 
 def test_an_interrupt_ends_with_130(command, monkeypatch, capsys):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
     for place in ("check_writable", "_exactness", "results.write_json"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"validation.cli.{place}", interrupted)
+            patch.setattr(f"validation.cli.{place}", Mock(side_effect=KeyboardInterrupt))
             assert main(command) == 130
         assert "validation: interrupted\n" in capsys.readouterr().err
 

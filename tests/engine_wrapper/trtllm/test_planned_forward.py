@@ -1,6 +1,7 @@
 """Plans in TensorRT-LLM's decoder give what they give in ours, beside any other requests of the batch."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -226,11 +227,8 @@ def _sees_all(bench):
     mlp.register_forward_hook(lambda module, inputs, output: output + output.mean(1, keepdim=True))
 
 
-def _asked_for(wish):
-    def spoil(bench):
-        bench.decoder.layers[2].self_attn.asks[wish] = 128
-
-    return spoil
+def _asks(wish, bench):
+    bench.decoder.layers[2].self_attn.asks[wish] = 128
 
 
 def _cannot_be_left(bench):
@@ -256,10 +254,10 @@ def _cannot_be_left(bench):
     [
         _wrong_rotation,
         _sees_all,
-        _asked_for("attention_window_size"),
-        _asked_for("mrope_rotary_cos_sin"),
-        _asked_for("mrope_position_deltas"),
-        _asked_for("relative_attention_bias"),
+        partial(_asks, "attention_window_size"),
+        partial(_asks, "mrope_rotary_cos_sin"),
+        partial(_asks, "mrope_position_deltas"),
+        partial(_asks, "relative_attention_bias"),
         _cannot_be_left,
     ],
     ids=["rotation", "rows mix", "window", "mrope", "mrope deltas", "bias", "cannot be left"],
