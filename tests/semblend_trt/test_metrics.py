@@ -8,6 +8,7 @@ import sys
 from collections import Counter as Counts
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -55,11 +56,9 @@ print(json.dumps([counted, len(warnings)]))
 """
 
 
-class Index:
+def index_of(donors, host_bytes, device_bytes):
     """An engine's index with these donors."""
-
-    def __init__(self, donors, host_bytes, device_bytes):
-        self.held = lambda: CatalogStats(ready=donors, host_bytes=host_bytes, device_bytes=device_bytes)
+    return Mock(held=lambda: CatalogStats(ready=donors, host_bytes=host_bytes, device_bytes=device_bytes))
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_refusals_and_lookups(registry):
 
 def test_engines_of_one_process_share_the_series_and_add_up(registry):
     engines = [metrics_for(registry) for _ in range(3)]
-    indexes = [Index(2, 100, 10), Index(3, 1000, 0)]
+    indexes = [index_of(2, 100, 10), index_of(3, 1000, 0)]
     for metrics in engines:
         metrics.request_ended(CHECKED)
     for metrics, index in zip(engines, indexes, strict=False):
@@ -198,7 +197,7 @@ def test_the_process_starts_and_counts(tmp_path, fault):
 def use_all(metrics):
     metrics.looked_up(0.1)
     metrics.request_ended(replace(CHECKED, exact_prefix_tokens=3))
-    metrics.watch(Index(1, 1, 1))
+    metrics.watch(index_of(1, 1, 1))
     metrics.close()
 
 
@@ -206,7 +205,7 @@ def test_racing_engines_lose_no_count(registry):
     def serve(_):
         metrics = metrics_for(registry)
         metrics.request_ended(replace(CHECKED, exact_prefix_tokens=1))
-        metrics.watch(Index(1, 1, 1))
+        metrics.watch(index_of(1, 1, 1))
         generate_latest(registry)
 
     with ThreadPoolExecutor(8) as pool:

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -52,28 +53,24 @@ def test_other_prompts_and_fields_that_make_one_are_refused(reader, body, told):
         reader.completion(body)
 
 
-class Watched:
-    """A tokenizer that must not be asked."""
+def encode_short(text, **_):
+    assert len(text) <= 2 * len("the longest")
+    return [0]
 
-    chat_template = TEMPLATE
 
-    def get_vocab(self):
-        return {"a": 0, "the longest": 1}
-
-    def get_chat_template(self, *_):
-        return TEMPLATE
-
-    def apply_chat_template(self, messages, **_):
-        return "".join(message["content"] for message in messages)
-
-    def encode(self, text, **_):
-        assert len(text) <= 2 * len("the longest")
-        return [0]
+# It must not be asked for the tokens of long texts.
+WATCHED = SimpleNamespace(
+    chat_template=TEMPLATE,
+    get_vocab=lambda: {"a": 0, "the longest": 1},
+    get_chat_template=lambda *_: TEMPLATE,
+    apply_chat_template=lambda messages, **_: "".join(message["content"] for message in messages),
+    encode=encode_short,
+)
 
 
 @pytest.mark.parametrize("size", [22, 23])
 def test_what_cannot_fit_is_not_read(size):
-    reader, text = PromptReader(Watched(), max_tokens=2), "a" * size
+    reader, text = PromptReader(WATCHED, max_tokens=2), "a" * size
     chat = partial(reader.chat, {"messages": [{"role": "user", "content": text}]})
     for read in (chat, *(partial(reader.completion, {"prompt": each}) for each in (text, [1] * (size - 20)))):
         if size == 22:

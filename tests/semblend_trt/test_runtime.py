@@ -3,6 +3,7 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,12 +141,9 @@ def test_evidence_waits_for_the_scheduler_and_a_dropped_plan_limits_nothing():
     assert (runtime.active_plans.withholds(1), runtime.active_plans.withholds(2)) == (False, True)
 
 
-class RecordingStream:
-    def __init__(self):
-        self.waited = []
-
-    def wait_event(self, event):
-        self.waited.append(event)
+def recording_stream():
+    waited = []
+    return SimpleNamespace(waited=waited, wait_event=waited.append)
 
 
 def groups_below(*ends, asked=None):
@@ -166,7 +164,7 @@ def expecting(*ends, asked=None, ahead=1):
 
 
 def test_what_is_abandoned_is_not_asked_for_and_what_was_is_waited_for():
-    asked, stream = [], RecordingStream()
+    asked, stream = [], recording_stream()
     readiness = expecting(2, 4, 6, 8, asked=asked, ahead=2)
     readiness.wait(0, stream)
     for _ in range(2):
@@ -181,7 +179,7 @@ def test_a_group_that_fails_is_told_to_the_forward_and_no_further_one_is_asked_f
         yield 2, "below 2"
         raise RuntimeError("injected")
 
-    readiness, stream = LayerReadiness(), RecordingStream()
+    readiness, stream = LayerReadiness(), recording_stream()
     readiness.expect(groups())
     with pytest.raises(RuntimeError, match="injected"):
         readiness.wait(0, stream)
@@ -192,7 +190,7 @@ def test_a_group_that_fails_is_told_to_the_forward_and_no_further_one_is_asked_f
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8, unique=True).map(sorted), st.integers(1, 9), st.data())
 def test_what_has_waited_for_a_layer_has_waited_for_its_group(ends, ahead, data):
     """And a group is asked for when a forward comes near it, not before."""
-    asked, stream = [], RecordingStream()
+    asked, stream = [], recording_stream()
     readiness = expecting(*ends, asked=asked, ahead=ahead)
     for layer in data.draw(st.lists(st.integers(0, ends[-1] - 1), max_size=10)):
         readiness.wait(layer, stream)

@@ -148,17 +148,15 @@ def test_a_decoder_that_cannot_run_plans_is_left_untouched_behind_the_guard(tiny
     site.close()
 
 
-class Stubborn(KVCacheManager):
-    """Lets itself be patched at some places only."""
+def make_stubborn(executor, _args):
+    """The manager lets itself be patched at some places only."""
 
-    def __setattr__(self, name, value):
+    def set_some(manager, name, value):
         if name == "store_blocks_for_reuse":
             raise AttributeError(name)
-        super().__setattr__(name, value)
+        object.__setattr__(manager, name, value)
 
-
-def make_stubborn(executor, _args):
-    executor.kv_cache_manager.__class__ = type("KVCacheManager", (Stubborn,), {})
+    executor.kv_cache_manager.__class__ = type("KVCacheManager", (KVCacheManager,), {"__setattr__": set_some})
 
 
 @pytest.mark.promise("engines", "Elsewhere it executes no plan, names...")
