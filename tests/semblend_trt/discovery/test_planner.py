@@ -577,20 +577,13 @@ def test_of_donors_that_reach_as_far_a_chain_takes_the_near_the_exact_and_its_ow
     assert chain([Run("a", 0, 0, 100), Run("b", 0, 0, 100)], 0, 1000, 32, later_a) == [Run("b", 0, 0, 100)]
 
 
-RANDOM = np.random.default_rng(3)
-
-
-def some(count):
-    return RANDOM.integers(0, 50_000, count).astype(np.int32)
-
-
 @pytest.mark.promise("engines", "No run is reused across the...")
 @pytest.mark.parametrize(("shift", "reason"), [(64, "chunk_edge"), (256, None), (13, None)])
 def test_a_run_without_a_piece_as_long_as_a_span_is_refused_by_name(shift, reason):
     """Where chunks of 128 tokens end 64 apart, no piece has 80 tokens."""
-    moved = some(700)
-    made = planner({"a": np.concatenate([some(7), moved])}, chunk=128, min_span_tokens=80)
-    planned = made.plan(request(np.concatenate([some(7 + shift), moved, some(5)])))
+    moved = text(7, 700)
+    made = planner({"a": np.concatenate([text(8, 7), moved])}, chunk=128, min_span_tokens=80)
+    planned = made.plan(request(np.concatenate([text(9, 7 + shift), moved, text(10, 5)])))
     assert (planned.outcome_reason, planned.runs_found) == (reason, 1)
 
 

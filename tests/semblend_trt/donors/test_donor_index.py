@@ -330,12 +330,8 @@ class Tiers:
         told, self.observer.told = self.observer.told, []
         return told
 
-    def hear(self, kind, *donor_ids):
-        self.index.take_events(deque(OffloadEvent(kind, donor_id) for donor_id in donor_ids or [""]))
-
-    def find_no_room(self, donor_id):
-        """The disk is full when the donor is written."""
-        self.index.take_events(deque([OffloadEvent(OffloadEventKind.WRITE_FAILED, donor_id, "full", is_full=True)]))
+    def hear(self, kind, donor_id="", **more):
+        self.index.take_events(deque([OffloadEvent(kind, donor_id, **more)]))
 
     def keep(self, *donor_ids):
         """Donors whose text is named by their id; returns the commands that made room for them."""
@@ -402,13 +398,13 @@ def test_on_a_full_disk_the_least_valuable_files_make_room_and_few_go_where_that
     tiers.keep("first", "waits")
     now[0] += 1
     for donor_id in ("first", "waits"):  # the budget says that there is room: from now on the disk is known better
-        tiers.find_no_room(donor_id)
+        tiers.hear(OffloadEventKind.WRITE_FAILED, donor_id, error="full", is_full=True)
     now[0] += 1
     assert tiers.keep("second") == OffloadCommands(drops=["a"])
     tiers.hear(OffloadEventKind.FILE_WRITTEN, "second")
     assert tiers.index.catalog.stats().disk_bytes == 3 * FILE_BYTES
     assert tiers.keep("third") == OffloadCommands(drops=["b"])
-    tiers.find_no_room("third")  # something else fills it
+    tiers.hear(OffloadEventKind.WRITE_FAILED, "third", error="full", is_full=True)  # something else fills it
     now[0] += 1
     assert not begin(tiers.index, "fourth", text(4)).is_written
     assert tiers.index.catalog.resting() == {"c"}

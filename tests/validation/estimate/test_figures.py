@@ -16,14 +16,11 @@ from semblend_trt.pool_facts import PoolFacts
 from semblend_trt.reuse_profile import ProfileCheck
 from tests.builders.engine import PREFILL, Engines, drain
 from tests.semblend_trt.discovery.planning import profile
+from tests.semblend_trt.samples import text
 from validation.estimate.figures import LatencyModel, Observation, Serving, recorded_observations
 from validation.models import load
 
 VOCABULARY = 256
-
-
-def text(seed, tokens=200):
-    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).astype(np.int32)
 
 
 def span(start, length, *, exact=False):
