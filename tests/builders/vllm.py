@@ -391,7 +391,7 @@ def fail_planned(monkeypatch, served, *, once=False):
 def near(own, others, rounding=0.0):
     """Return whether log-probabilities are the same but for rounding, at least so much."""
     # A card multiplies float32 matrices in parts of another order for every number of rows.
-    most = max(rounding, 1e-2 if is_available() else 1e-3)
+    most = max(rounding, 1e-2 if is_available() else 2e-4)
     return max(abs(a - b) for a, b in zip(own, others, strict=True)) < most
 
 
