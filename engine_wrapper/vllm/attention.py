@@ -65,9 +65,10 @@ def own_builder(group: Any, max_rows: int) -> Any:
     config.scheduler_config, config.compilation_config = copy(config.scheduler_config), copy(config.compilation_config)
     if name not in RESERVING_BACKENDS:
         config.scheduler_config.max_num_seqs = max_rows
-    graphs, support = config.compilation_config, theirs.get_cudagraph_support(config, theirs.kv_cache_spec)
-    is_whole = name == "FLASH_ATTN" and support is AttentionCGSupport.ALWAYS
-    is_whole &= graphs.cudagraph_mode.has_piecewise_cudagraphs() and config.parallel_config.tensor_parallel_size == 1
+    graphs, parallel = config.compilation_config, config.parallel_config
+    captures_prompts = graphs.cudagraph_mode.has_piecewise_cudagraphs() and parallel.tensor_parallel_size == 1
+    support = theirs.get_cudagraph_support(config, theirs.kv_cache_spec)
+    is_whole = captures_prompts and name == "FLASH_ATTN" and support is AttentionCGSupport.ALWAYS
     graphs.cudagraph_mode = CUDAGraphMode.FULL if is_whole else CUDAGraphMode.NONE
     with set_current_vllm_config(config):
         return type(theirs)(theirs.kv_cache_spec, group.layer_names, config, theirs.device)
@@ -156,7 +157,7 @@ class VllmRows:
         self.enter(stage)
         rows, hidden = (self._schedule.token_ids, self._positions), None
         with self._parts.calls.counted():
-            if wholes is not None and not self._is_attending and not any(self._parts.chunks):
+            if wholes is not None and not self._is_attending:
                 metadata = self._context.attn_metadata[self._parts.names[0]]
                 hidden = wholes.replay(*rows, metadata, self._adapters)
             if hidden is None:

@@ -43,8 +43,8 @@ def test_a_salt_that_no_engine_sends_has_its_reason(llm, salt):
 @pytest.mark.known_defect(25)
 @pytest.mark.parametrize(("blocks", "kept"), [((3, -1, 5), 8), ((-1, 3), 0), ((2, 10_000), 8)])
 def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
-    worker, runtime, told = llm.connector_worker, runtime_for(llm.llm_args), []
-    reader = Mock(take_events=lambda: told.extend(runtime.saved))
+    worker, runtime, heard = llm.connector_worker, runtime_for(llm.llm_args), []
+    reader = Mock(take_events=lambda: heard.extend(runtime.saved))
     runtime.scheduler = reader
     worker.bind_connector_meta(
         SemBlendConnectorMetadata(
@@ -55,7 +55,7 @@ def test_blocks_that_are_no_rows_of_the_pool_are_never_saved(llm, blocks, kept):
     )
     worker.start_load_kv(None)
     saved(worker, 9)
-    (news,) = told
+    (news,) = heard
     assert news.tokens == kept or news.error is not None
 
 

@@ -39,8 +39,8 @@ class Tape:
 
 
 @pytest.fixture
-def captured(monkeypatch):
-    """Has planned rows replayed whole, on a CPU too; returns what was captured."""
+def captured(wanted, monkeypatch):
+    """Has planned rows replayed whole after `wanted`, on a CPU too; returns what was captured."""
     running, captures, tensors_of = list[Tape](), list[Tape](), graphs._tensors
     # Attention on a CPU has a schedule whose size depends on the lengths.
     schedules = watched(monkeypatch, VllmRows, "_metadata", lambda built, *_: built.scheduler_metadata)

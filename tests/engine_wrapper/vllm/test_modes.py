@@ -87,7 +87,7 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options,
     room = {"num_gpu_blocks_override": 44, "max_model_len": 1024}
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     served = engine("position_fix", kv_events_config=events, **room, **options)
-    told = watched(monkeypatch, served.core.scheduler.kv_event_publisher, "publish", stored_hashes)
+    sent = watched(monkeypatch, served.core.scheduler.kv_event_publisher, "publish", stored_hashes)
     hashes = watched(monkeypatch, served.core.scheduler, "add_request", lambda _, request: request.block_hashes)
     for each in (NEW, DONOR):
         served.ask(each, max_tokens=1)
@@ -100,9 +100,9 @@ def test_approximate_blocks_are_never_published(engine, cold, is_async, options,
         served.ask(others(600), others(600), max_tokens=40, ignore_eos=True)
         assert not any(served.blocks.get_cached_block(each, [0]) for each in approximate)
         # Each block that was ever published has an event.
-        hashes_told = set().union(*told)
-        assert not hashes_told & {*map(maybe_convert_block_hash, approximate)}
-        assert hashes_told >= {*map(maybe_convert_block_hash, exact)} > set()
+        hashes_sent = set().union(*sent)
+        assert not hashes_sent & {*map(maybe_convert_block_hash, approximate)}
+        assert hashes_sent >= {*map(maybe_convert_block_hash, exact)} > set()
     served.runtime.refusal = "test"
     answer = served.ask(MOVED, max_tokens=8)
     assert (answer.cached <= HEAD, answer.tokens) == (True, cold(MOVED).tokens)
