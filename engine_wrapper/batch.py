@@ -109,19 +109,23 @@ class EngineForward:
             return run(works)
         queued = self._queue_samples(works, compared, device)
         expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
-        may_pass = all(work.pending is None or share_for(work.pending.check, 0.0) == 0.0 for work in works)
+        may_pass = all(work.pending is None or _least_share(work) == 0.0 for work in works)
         is_likely = may_pass and all(work.pending is None for work in expected)
         is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
         speculative = run(expected) if is_likely and is_short else None
+        # If every sample that passes asks for a share, the attention is found while the host reads the samples.
+        surely = {index: expected[index] for index in compared if _least_share(works[index])}
+        masses = self.attention(surely, device, input_ids)
         left, known = list(works), dict[int, "CheckEvidence | None"]()
         for indices, deviations in queued:
             ends = np.cumsum([len(compared[index]) for index in indices])
             for index, own in zip(indices, np.split(deviations.read(), ends[:-1]), strict=True):
                 left[index], known[index] = works[index].after_sample(compared[index], own)
         asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
-        masses = self.attention([works[index].if_all_is_kept() for index in asked], device, input_ids) if asked else ()
-        for index, mass in zip(asked, masses, strict=True):
-            left[index], known[index] = left[index].weighed(mass)
+        further = {index: expected[index] for index in asked if index not in masses}
+        masses |= self.attention(further, device, input_ids)
+        for index in asked:
+            left[index], known[index] = left[index].weighed(masses[index].read())
         for evidence in known.values():
             if evidence is not None and sink is not None:
                 sink(evidence)
@@ -145,13 +149,13 @@ class EngineForward:
         ]
 
     def attention(
-        self, works: Sequence[SequenceWork], device: torch.device, input_ids: torch.Tensor | None = None
-    ) -> list[npt.NDArray[np.float32]]:
-        """Run one or more works without a check. Return for each the attention that its last MASS_ROWS rows give to its
-        tokens, float32 [tokens], over all heads of all ranks."""
-        num_layers = self.geometry.num_layers
-        after, found = [len(work.positions) for work in works], dict[int, torch.Tensor]()
-        for parts in micro_batches(works, num_layers, self.max_rows):
+        self, works: Mapping[int, SequenceWork], device: torch.device, input_ids: torch.Tensor | None = None
+    ) -> dict[int, HostCopy]:
+        """Run works without a check. Return for each the attention that its last MASS_ROWS rows give to its tokens,
+        float32 [tokens], over all heads of all ranks."""
+        num_layers, found, numbers = self.geometry.num_layers, dict[int, torch.Tensor](), list(works)
+        after = [len(work.positions) for work in works.values()]
+        for parts in micro_batches(list(works.values()), num_layers, self.max_rows) if works else ():
             counts = []
             for part in parts:
                 rows = len(part.work.positions)
@@ -160,13 +164,12 @@ class EngineForward:
             own = [part.work for part in parts]
             mass = AttentionMass(own, counts, num_layers) if any(counts) else None
             self.run(replace(_moved(schedule_of(own, num_layers), device, input_ids), mass=mass), None)
-            reading = [part.owner for part, count in zip(parts, counts, strict=True) if count]
-            for owner, total in zip(reading, () if mass is None else mass.totals(self.ranks), strict=True):
-                if (earlier := found.get(owner)) is not None:
+            reading = [numbers[part.owner] for part, count in zip(parts, counts, strict=True) if count]
+            for number, total in zip(reading, () if mass is None else mass.totals(self.ranks), strict=True):
+                if (earlier := found.get(number)) is not None:
                     total[: len(earlier)] += earlier
-                found[owner] = total
-        copies = [HostCopy(found[owner]) for owner in range(len(works))]
-        return [copy.read() for copy in copies]
+                found[number] = total
+        return {number: HostCopy(total) for number, total in found.items()}
 
     def with_lowest_layers_run(
         self, work: SequenceWork, device: torch.device, sink: EvidenceSink | None
@@ -211,6 +214,12 @@ class EngineForward:
             hidden.append(own)
             done = end
         return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+
+
+def _least_share(work: SequenceWork) -> float | None:
+    """Return the share of the checked tokens that is computed if none deviates."""
+    assert work.pending is not None
+    return share_for(work.pending.check, 0.0)
 
 
 def _layer_of(work: SequenceWork) -> int:

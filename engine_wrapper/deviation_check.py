@@ -76,9 +76,13 @@ def _deviating(check: SpanCheck, deviations: npt.NDArray[np.float32]) -> npt.NDA
 
 
 def _largest(values: npt.NDArray[np.float32], share: float) -> npt.NDArray[np.bool_]:
-    found = np.zeros(values.size, dtype=bool)
+    count = round(share * values.size)
+    if not count:
+        return np.zeros(values.size, dtype=bool)
+    least = -np.partition(-values, count - 1)[count - 1]  # NaN comes last
+    found: npt.NDArray[np.bool_] = values > least
     # Of equal values the earlier token is computed: what follows depends on it.
-    found[np.argsort(-values, kind="stable")[: round(share * values.size)]] = True
+    found[np.flatnonzero(values == least)[: count - np.count_nonzero(found)]] = True
     return found
 
 

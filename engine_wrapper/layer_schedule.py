@@ -97,7 +97,7 @@ class LayerSchedule:
 
 class AttentionMass:
     """The attention that the last rows of each work, `counts` of them, give to its tokens, over the upper half of the
-    layers. `works` are those of the forward; some row must be counted."""
+    layers, `layers`. `works` are those of the forward; some row must be counted."""
 
     def __init__(self, works: Sequence[SequenceWork], counts: Sequence[int], num_layers: int) -> None:
         ends = np.cumsum([len(work.positions) for work in works]).tolist()
@@ -106,7 +106,7 @@ class AttentionMass:
             [work.positions[-count:] for work, _, count in reading], [work for work, *_ in reading]
         )
         self._rows = torch.from_numpy(np.concatenate([np.arange(end - count, end) for _, end, count in reading]))
-        self._first_layer = num_layers // 2
+        self.layers = range(num_layers // 2, num_layers)
         self._found: torch.Tensor | None = None
 
     def attend(
@@ -119,17 +119,29 @@ class AttentionMass:
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Do as `kernels.sparse_prefill` for the forward's rows, and add what they give if `layer` is of the upper
-        half."""
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if layer >= self._first_layer else None
+        """Do as `kernels.sparse_prefill` for the forward's rows, and add what they give if `layer` is of `layers`."""
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if layer in self.layers else None
         attended = sparse_prefill(q, kv, sequences, scale, window, sinks, lse)
         if lse is not None:
-            if self._found is None:
-                self._sequences = tuple(each.to(q.device) for each in self._sequences)
-                self._rows = to_device(self._rows, q.device)
-            own, sums = (each.index_select(0, self._rows) for each in (q, lse))
+            own, sums = self._counted(q, lse)
             self._found = attention_mass(own, kv, self._sequences, scale, sums, window, into=self._found)
         return attended
+
+    def read(
+        self, q: torch.Tensor, kv: PoolLayer, scale: float, window: int | None, sinks: torch.Tensor | None
+    ) -> None:
+        """Add what the forward's rows, [rows, heads, head_dim], give in one of `layers`, where others attended."""
+        (own,) = self._counted(q)
+        lse = own.new_empty(own.shape[:2], dtype=torch.float32)
+        sparse_prefill(own, kv, self._sequences, scale, window, sinks, lse)
+        self._found = attention_mass(own, kv, self._sequences, scale, lse, window, into=self._found)
+
+    def _counted(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return what belongs to the counted rows, of tensors that begin with the forward's."""
+        if self._found is None:
+            self._sequences = tuple(each.to(rows[0].device) for each in self._sequences)
+            self._rows = to_device(self._rows, rows[0].device)
+        return [each.index_select(0, self._rows) for each in rows]
 
     def totals(self, ranks: Ranks) -> tuple[torch.Tensor, ...]:
         """Return float32 [tokens up to the last row] of each work with a counted row, over all heads of all ranks.

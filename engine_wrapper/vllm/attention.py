@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from engine_wrapper.deviation_check import stand_apart
 from engine_wrapper.vllm.decoder import fresh_rows, take_fresh, write
-from engine_wrapper.vllm.graphs import room_for
+from engine_wrapper.vllm.graphs import MOST_ROWS, room_for
 from engine_wrapper.vllm.hooks import forward_context, own_kernels, prefill_backend_of, replaced_backend
 from engine_wrapper.vllm.refusals import BACKENDS, LATENT_BACKENDS, PREFILL_BACKENDS, RESERVING_BACKENDS
 from kernels.layout import to_device
@@ -116,8 +116,8 @@ class VllmRows:
     def __exit__(self, *raised: object) -> None:
         self._left.close()
 
-    def enter(self, stage: Stage) -> None:
-        """Drop the rows that the stage does not keep."""
+    def enter(self, stage: Stage, *, is_whole: bool = False) -> None:
+        """Drop the rows that the stage does not keep. `is_whole`: their attention is read after a graph's replay."""
         # Nothing here waits for the device: the host prepares the forward while donors' KV is moved.
         if stage.keep is not None:
             assert self._hidden is not None
@@ -137,7 +137,7 @@ class VllmRows:
         chunks, check, metadata = self._parts.chunks, self._schedule.check, dict[int | None, Any]()
         is_sample = check is not None and check.is_sample
         apart = self._sparse and (is_sample or stand_apart(own for own, _ in pairs))
-        is_ours = apart or self._schedule.mass is not None
+        is_ours = apart or (self._schedule.mass is not None and not is_whole)
         if is_ours and not self._is_attending:
             attending = self._parts.attention[: check.layer if check is not None and is_sample else None]
             self._left.enter_context(replaced_backend("forward", attending, self._attend))
@@ -154,16 +154,28 @@ class VllmRows:
     ) -> torch.Tensor:
         """Return a one-stage schedule's output rows, by the model's own forward, compiled where vLLM compiles it."""
         (stage,) = self._schedule.stages
-        self.enter(stage)
-        rows, hidden = (self._schedule.token_ids, self._positions), None
+        self.enter(stage, is_whole=wholes is not None and stage.num_rows <= MOST_ROWS)
         with self._parts.calls.counted():
-            if wholes is not None and not self._is_attending:
-                metadata = self._context.attn_metadata[self._parts.names[0]]
-                hidden = wholes.replay(*rows, metadata, self._adapters)
+            hidden = None if wholes is None or self._is_attending else self._replayed(wholes)
             if hidden is None:
-                with graphs.replayed(*rows, self._adapters) as (input_ids, positions):
+                if self._schedule.mass is not None and not self._is_attending:
+                    self.enter(stage)
+                rows = self._schedule.token_ids, self._positions, self._adapters
+                with graphs.replayed(*rows) as (input_ids, positions):
                     hidden = forward(input_ids=input_ids, positions=positions)
             return hidden.index_select(0, self._schedule.output_rows)
+
+    def _replayed(self, wholes: WholeGraphs) -> torch.Tensor | None:
+        """Return the entered rows by a graph of a whole forward, None without one. Their attention is read after it."""
+        metadata, mass = self._context.attn_metadata[self._parts.names[0]], self._schedule.mass
+        layers = range(0) if mass is None else mass.layers
+        hidden = wholes.replay(self._schedule.token_ids, self._positions, metadata, self._adapters, layers)
+        if hidden is not None and mass is not None:
+            for layer, queries in zip(layers, wholes.queries[:, : len(self._positions)], strict=True):
+                attention = self._parts.attention[layer]
+                given = attention.impl.scale, attention.sliding_window, attention.impl.sinks
+                mass.read(queries, self._parts.cache(layer), *given)
+        return hidden
 
     def run(self, layer: int) -> None:
         """Run a layer."""

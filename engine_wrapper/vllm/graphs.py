@@ -10,21 +10,23 @@ a memory pool, since one runs at a time)."""
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.platforms import current_platform
 
-from engine_wrapper.vllm.hooks import forward_context
+from engine_wrapper.vllm.hooks import forward_context, replaced_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
 # Rows and sequences of the graphs. With more rows the card takes longer than the host.
 _ROWS, _SEQUENCES = (64, 128, 192, 256), (4, 16, 64)
+MOST_ROWS = _ROWS[-1]
 # What has a number for each row.
 _OF_ROWS = ("input_ids", "positions", "slot_mapping")
 
@@ -42,28 +44,41 @@ def room_for(rows: int, sequences: int) -> tuple[int, int] | None:
 
 
 class WholeGraphs:
-    """Captures a forward when its size runs first, and replays it from then on. If a capture fails, none follows."""
+    """Captures a forward when its size runs first, and replays it from then on. If a capture fails, none follows.
 
-    def __init__(self, forward: Callable[..., torch.Tensor], names: Sequence[str], longest: int, blocks: int) -> None:
-        """`forward`: the model's. `names`: its attention layers. `longest`: of a sequence, in tokens and in blocks."""
-        self._forward, self._names, self._longest, self._blocks = forward, names, longest, blocks
+    `queries`: those of the last forward that kept them, [kept layers, rows and padding, heads, head_dim]."""
+
+    queries: torch.Tensor
+
+    def __init__(
+        self,
+        forward: Callable[..., torch.Tensor],
+        names: Sequence[str],
+        attention: Sequence[Any],
+        longest: int,
+        blocks: int,
+    ) -> None:
+        """`forward`: the model's. `names`, `attention`: its layers'. `longest`: of a sequence, in tokens and blocks."""
+        self._forward, self._names, self._attention = forward, names, attention
+        self._longest, self._blocks = longest, blocks
         self._captured: dict[tuple[int, ...], _Captured] = {}
         self._has_failed = False
 
     def replay(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Any, adapters: int
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Any, adapters: int, kept: range
     ) -> torch.Tensor | None:
         """Return the hidden rows, with padding after them, until another graph runs; None without a graph.
 
         `metadata`: FlashAttention's, its sequences padded by `room_for`. `adapters`: kinds of rows that LoRA's kernels
-        tell apart. Call it within vLLM's forward context."""
+        tell apart. `kept`: layers whose `queries` are kept. Call it within vLLM's forward context."""
         room = room_for(len(input_ids), len(metadata.seq_lens))
         if room is None or self._has_failed:
             return None
-        key, given = (*room, adapters), _tensors(metadata) | {"input_ids": input_ids, "positions": positions}
+        key, given = (*room, adapters, len(kept)), _tensors(metadata) | {"input_ids": input_ids, "positions": positions}
         try:
             if key not in self._captured:
-                self._captured[key] = self._capture(room[0], given, metadata)
+                with self._kept_queries(kept):
+                    self._captured[key] = self._capture(room[0], given, metadata)
             graph, inputs, output = self._captured[key]
             inputs["slot_mapping"].fill_(-1)  # padding is written nowhere
             for name, each in given.items():
@@ -74,6 +89,20 @@ class WholeGraphs:
             self._has_failed = True
             return None
         return output
+
+    @contextmanager
+    def _kept_queries(self, layers: range) -> Iterator[None]:
+        """Have a forward keep the queries of some layers, which all graphs write to the same place."""
+
+        def attend(layer: int, stock: Any, attention: Any, queries: torch.Tensor, *kv: Any, **options: Any) -> Any:
+            if not hasattr(self, "queries"):
+                self.queries = queries.new_empty(len(layers), MOST_ROWS, *queries.shape[1:])
+            self.queries[layer, : len(queries)] = queries
+            return stock(attention, queries, *kv, **options)
+
+        attention = self._attention[layers.start : layers.stop]
+        with replaced_backend("forward", attention, attend) if layers else nullcontext():
+            yield
 
     def _capture(self, rows: int, given: Mapping[str, torch.Tensor], metadata: Any) -> _Captured:
         """Capture a forward of this number of rows, which writes no KV before it is replayed."""

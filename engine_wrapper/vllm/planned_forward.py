@@ -69,7 +69,7 @@ class PlannedForward:
         self._graphs: StepGraphs  # those of the step that is proven
         longest = parts.longest, parts.geometry.blocks_for(parts.longest)
         is_whole = takes_whole_graphs(parts.builder) and not any(parts.chunks)
-        self._wholes = WholeGraphs(self._stock, parts.names, *longest) if is_whole else None
+        self._wholes = WholeGraphs(self._stock, parts.names, parts.attention, *longest) if is_whole else None
         # The running step's requests by vLLM's id, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
         self._undo = replace_forward(runner.model, self._forward)
@@ -141,7 +141,7 @@ class PlannedForward:
 
         def run(schedule: LayerSchedule, sink: EvidenceSink | None) -> torch.Tensor:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
-                if schedule.check is None and schedule.mass is None and len(schedule.stages) == 1:
+                if schedule.check is None and len(schedule.stages) == 1:
                     # Costs compare plans with cold prompts as vLLM runs them.
                     return rows.whole(self._stock, self._graphs, self._wholes if plans else None)
                 return follow_all(rows, schedule, geometry.num_layers, ranks, sink)

@@ -193,8 +193,7 @@ def test_the_attention_of_parts_and_of_ranks_is_that_of_one_forward(tiny_qwen2_p
         bench = Bench(model, ranks)
         place_donor(bench, plan)
         (work,) = works_of([bench.planned(plan)], NUM_LAYERS)
-        (found,) = bench.engine(max_rows).attention([work.if_all_is_kept()], DEVICE)
-        return torch.from_numpy(found)
+        return torch.from_numpy(bench.engine(max_rows).attention({5: work.if_all_is_kept()}, DEVICE)[5].read())
 
     alone = weigh(load(tiny_qwen2_path), Ranks())
     assert close(weigh(load(tiny_qwen2_path), Ranks(), max_rows=7), alone)

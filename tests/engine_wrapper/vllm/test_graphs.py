@@ -1,20 +1,17 @@
 """Whole forwards are captured once for each size, and replayed with what later steps hand over."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import torch
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from engine_wrapper.vllm import attention, graphs, planned_forward
-from engine_wrapper.vllm.attention import VllmRows, own_builder, takes_whole_graphs
-from engine_wrapper.vllm.graphs import WholeGraphs, room_for
-from engine_wrapper.vllm.hooks import forward_context
+from engine_wrapper.vllm import attention
+from engine_wrapper.vllm.attention import own_builder, takes_whole_graphs
+from engine_wrapper.vllm.graphs import room_for
+from tests.builders.tape import Tape, capture_on_a_cpu
 from tests.builders.vllm import near, random_tokens, taught
-from tests.engine_wrapper.watching import watched
 
 some = random_tokens(3)
 DOCUMENT = some(600)
@@ -28,60 +25,9 @@ MANY = [
 PROMPTS = [*FEW, *MANY, [*some(52), *DOCUMENT, *some(50)], FEW[0]]
 
 
-class Tape:
-    """Runs a forward again when it is replayed, with the tensors of its capture, as a card does."""
-
-    def __init__(self):
-        self.run = None
-
-    def replay(self):
-        self.run()
-
-
 @pytest.fixture
 def captured(wanted, monkeypatch):
-    """Has planned rows replayed whole after `wanted`, on a CPU too; returns what was captured."""
-    running, captures, tensors_of = list[Tape](), list[Tape](), graphs._tensors
-    # Attention on a CPU has a schedule whose size depends on the lengths.
-    schedules = watched(monkeypatch, VllmRows, "_metadata", lambda built, *_: built.scheduler_metadata)
-
-    @contextmanager
-    def capture(tape, **_):
-        running.append(tape)
-        yield
-        captures.append(running.pop())
-
-    def recorded(stock):
-        def forward(**rows):
-            output = stock(**rows)
-            if running:
-                context = get_forward_context()
-                held = {"attn_metadata": context.attn_metadata, "slot_mapping": context.slot_mapping}
-                [metadata] = {id(each): each for each in context.attn_metadata.values()}.values()
-
-                def run():
-                    metadata.scheduler_metadata = schedules[-1]
-                    with forward_context(**held):
-                        output.copy_(stock(**rows))
-
-                running[-1].run = run
-            return output
-
-        return forward
-
-    initialise = WholeGraphs.__init__
-    monkeypatch.setattr(WholeGraphs, "__init__", lambda own, stock, *rest: initialise(own, recorded(stock), *rest))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(graphs, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None))
-
-    def without_schedule(metadata):
-        return {name: each for name, each in tensors_of(metadata).items() if name != "scheduler_metadata"}
-
-    monkeypatch.setattr(graphs, "_tensors", without_schedule)
-    for module in (attention, planned_forward):
-        monkeypatch.setattr(module, "takes_whole_graphs", lambda _: True)
-    return captures
+    return capture_on_a_cpu(monkeypatch)
 
 
 def taught_answers(engine):
@@ -102,7 +48,8 @@ def wanted(engine):
 def test_rows_replayed_whole_get_the_same_answers(wanted, engine, captured):
     served, found = taught_answers(engine)
     sizes = [*served.worker._forward._wholes._captured]
-    assert sorted(sizes) == [(64, 4, 0), (64, 16, 0), (128, 4, 0), (256, 4, 0)]
+    # With the queries of four layers in the self-check.
+    assert sorted(sizes) == [(64, 4, 0, 0), (64, 16, 0, 0), (128, 4, 0, 0), (256, 4, 0, 0), (256, 4, 0, 4)]
     assert len(captured) == len(sizes)
     assert_alike(found, wanted)
     served.ask(some(100))  # without a plan

@@ -140,7 +140,7 @@ def test_several_plans_run_in_one_step_beside_a_cold_prompt_and_decodes(engine, 
 @pytest.mark.parametrize("policy", [WHOLE, ("verified",)], ids=["boundary", "verified"])
 def test_a_plan_is_cut_to_the_budget_of_a_step(engine, cold_of_two, policy, monkeypatch):
     served = taught(engine(*policy, max_num_batched_tokens=128, max_num_seqs=4), *DONORS)
-    rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
+    rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage, **___: stage.num_rows)
     found = served.ask(*SHIFTED, max_tokens=8)
     assert [each.tokens for each in found] == [cold_of_two(each).tokens for each in SHIFTED]
     assert min(served.offered_of(2)) > 400

@@ -5,11 +5,13 @@ import pytest
 
 from engine_wrapper import deviation_check
 from engine_wrapper.embedded.request import SamplingParams
+from engine_wrapper.layer_schedule import AttentionMass
 from engine_wrapper.token_schedule import SequenceWork
 from engine_wrapper.vllm import attention, planned_forward
 from engine_wrapper.vllm.attention import VllmRows
 from semblend_trt.reuse_profile import ProfileBound, ProfileLevel, ReuseProfile
 from tests.builders.engine import Engines, cases_of
+from tests.builders.tape import capture_on_a_cpu
 from tests.builders.vllm import SHORT
 from tests.engine_wrapper.watching import watched
 from validation.models import shipped_model
@@ -101,7 +103,7 @@ def in_the_embedded_engine(profile, tmp_path, families, **own):
 def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_path, monkeypatch):
     expected = in_the_embedded_engine(sampled["profile"], tmp_path, FAMILIES)
     served = engine("boundary", sampled, max_num_batched_tokens=128, max_num_seqs=4)
-    rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage: stage.num_rows)
+    rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage, **___: stage.num_rows)
     monkeypatch.setattr(deviation_check, "ROWS_PER_GAP", 1000)
     found = []
     for family in FAMILIES:
@@ -117,21 +119,24 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_p
 
 @pytest.mark.promise("policies", "If a check compares its sample...")
 @pytest.mark.parametrize(
-    ("options", "compares_all"),
+    ("options", "compares_all", "is_captured"),
     [
-        pytest.param({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True, marks=pytest.mark.every_version),
-        ({}, False),
+        pytest.param({"max_num_batched_tokens": 128, "max_num_seqs": 4}, True, False, marks=pytest.mark.every_version),
+        ({}, False, False),
+        ({"max_num_batched_tokens": 128, "max_num_seqs": 4}, False, True),
     ],
     ids=str,
 )
 def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
-    engine, sampled, tmp_path, monkeypatch, options, compares_all
+    engine, sampled, tmp_path, monkeypatch, options, compares_all, is_captured
 ):
     settings, found = bounded(sampled["profile"], tmp_path / "bounded.json", 0.3, compares_all=compares_all), []
     weighed = SequenceWork.weighed
     monkeypatch.setattr(SequenceWork, "weighed", lambda own, mass: found.append(mass.copy()) or weighed(own, mass))
     in_the_embedded_engine(settings["profile"], tmp_path, FAMILIES[:1], MAX_KL=1.0, RISK=0.5)
     wanted, found[:] = list(found), []
+    captured = capture_on_a_cpu(monkeypatch) if is_captured else []
+    read = watched(monkeypatch, AttentionMass, "read", lambda *_: None)
     served = engine("boundary", settings, **options)
     cases = cases_of(served.llm.get_tokenizer(), "reordered")
     assert answers(served, cases, donors=True)[:2] == (GROUPS, 0)
@@ -145,6 +150,7 @@ def test_levels_choose_by_the_attention_that_the_embedded_engine_finds(
     assert all(bool(report.checked_tokens) == compares_all for report in reports)
     compared = [report.checked_tokens or report.offered_tokens for report in reports]
     assert all(own.recomputed_tokens >= round(0.3 * all_) > 0 for own, all_ in zip(reports, compared, strict=True))
+    assert (bool(captured), bool(read)) == (is_captured, is_captured)
     assert not served.runtime.faults
 
 
