@@ -42,8 +42,7 @@ class EmbeddedEngines(Engines):
         runner = self.runner
         if arm.is_other_dtype:
             other = "bfloat16" if runner.dtype == torch.float32 else "float32"
-            self._other = self._other or ModelRunner(settings.model, other, runner.device)
-            runner = self._other
+            runner = self._other = self._other or ModelRunner(settings.model, other, runner.device)
         with environment(connector_variables(arm, settings, str(audit_path))):
             return _ArmLLM(
                 model=settings.model,

@@ -186,10 +186,8 @@ class Asked:
         del self.rows[answered:]  # rows of a step that the engine computes again
         self.rows.append(logits.float().cpu().clone())
         if answered < len(self.forced):
-            token = self.forced[answered]
-            kept = logits[token].clone()
-            logits[:] = -torch.inf
-            logits[token] = kept
+            others = torch.arange(len(logits), device=logits.device) != self.forced[answered]
+            logits.masked_fill_(others, -torch.inf)
 
     def has_token(self) -> None:
         """Note the time of the first token."""
@@ -218,9 +216,7 @@ class ServingEngine(ABC):
     """An engine of `title`, which serves numbered requests."""
 
     title: str
-
-    def __init__(self) -> None:
-        self._asked = 0
+    _asked = 0  # requests so far
 
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: AllParams, cache_salt: AllSalts = None
@@ -253,8 +249,6 @@ class ServingEngine(ABC):
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set our variables to exactly `variables` meanwhile, so that the caller's do not leak into an arm. By
     default reuse need save no time: what it does to answers is looked at."""
-    with mock.patch.dict(os.environ):
-        for name in [name for name in os.environ if name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))]:
-            del os.environ[name]
-        os.environ.update({"SEMBLEND_MIN_SAVING": "0", **variables})
+    others = {name: each for name, each in os.environ.items() if not name.startswith(("SEMBLEND_", "TRTLLM_SEMBLEND_"))}
+    with mock.patch.dict(os.environ, others | {"SEMBLEND_MIN_SAVING": "0", **variables}, clear=True):
         yield

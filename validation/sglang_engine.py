@@ -90,7 +90,6 @@ class LocalSglang:
 
         sampling = SamplingParams(**{"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True, **asked.sampling})
         sampling.normalize(None)
-        given = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0, **asked.options}
         return TokenizedGenerateReqInput(
             rid=f"local{next(self._numbers)}",
             input_text="",
@@ -102,7 +101,7 @@ class LocalSglang:
             token_ids_logprob=None,
             stream=False,
             cache_salt=asked.salt,
-            **given,
+            **{"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 0, **asked.options},
         )
 
     def _ingest(self, *_: Any) -> list[Any]:
@@ -155,7 +154,6 @@ class SglangEngine(ServingEngine):
     title = "SGLang"
 
     def __init__(self, served: LocalSglang) -> None:
-        super().__init__()
         self._served = served
         self._readings: dict[str, Asked] = {}
         self._runner = served.scheduler.tp_worker.model_runner

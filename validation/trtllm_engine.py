@@ -102,7 +102,6 @@ class TrtllmEngine(ServingEngine):
     title = "TensorRT-LLM"
 
     def __init__(self, llm: Any, audit_path: Path | None) -> None:
-        super().__init__()
         self._llm, self._audit_path = llm, audit_path
 
     def _answers(self, asked: Sequence[Asked]) -> list[RequestOutput]:

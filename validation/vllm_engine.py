@@ -12,15 +12,7 @@ from engine_wrapper.embedded.request import RequestOutput, SamplingParams
 from engine_wrapper.vllm.doctor import TRANSFER
 from semblend_trt.errors import SemBlendError
 from validation.arms import Arm
-from validation.engines import (
-    ArmEngine,
-    Asked,
-    EngineSettings,
-    LoadingEngines,
-    ServingEngine,
-    connector_variables,
-    environment,
-)
+from validation.engines import Asked, EngineSettings, LoadingEngines, ServingEngine, connector_variables, environment
 
 _SETTLING_STEPS = 1_000  # a save begins in one step and is reported in a later one
 
@@ -46,7 +38,7 @@ class VllmEngines(LoadingEngines):
         # Tokens of a block. On a card vLLM 0.28 gives layers with a window blocks of 16; all are to be alike.
         self.prefix_unit = 16 if any(self.facts.windows) and torch.cuda.is_available() else 32
 
-    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> ArmEngine:
+    def open(self, arm: Arm, settings: EngineSettings, audit_path: Path) -> "VllmEngine":
         """Return the arm's engine with our connector. Raises SemBlendError when it does not start."""
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -89,7 +81,6 @@ class VllmEngine(ServingEngine):
     title = "vLLM"
 
     def __init__(self, llm: Any) -> None:
-        super().__init__()
         self._llm = llm
         self._core = llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
