@@ -54,14 +54,14 @@ def engines_of(options: argparse.Namespace, dtype: str) -> Engines:
         return EmbeddedEngines(load(options.model, options.device, dtype), options.kv_dtype)
     model = str(options.model or shipped_model())
     if options.engine == VLLM:
-        return VllmEngines(model, _dtype(dtype, _own_device()), options.kv_dtype)
+        return VllmEngines(model, _dtype(dtype, resolve_device("auto")), options.kv_dtype)
     if options.kv_dtype != AUTO:
         raise ConfigurationError(
             f"--kv-dtype {options.kv_dtype} is for --engine {EMBEDDED} and {VLLM}, not for {options.engine}; leave it "
             f"at {AUTO}."
         )
     if options.engine == SGLANG:
-        return SglangEngines(model, _dtype(dtype, _own_device()))
+        return SglangEngines(model, _dtype(dtype, resolve_device("auto")))
     return TrtllmEngines(model, dtype)
 
 
@@ -69,11 +69,8 @@ def place_of(engines: Engines, dtype: str) -> tuple[str, str]:
     """Return device and type of the weights; of an engine that loads them itself, as `dtype` asks for."""
     if isinstance(engines, EmbeddedEngines):
         return str(engines.runner.device), str(engines.runner.dtype)
-    return str(_own_device()), _dtype(dtype, _own_device())
-
-
-def _own_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own = resolve_device("auto")
+    return str(own), _dtype(dtype, own)
 
 
 def _dtype(asked: str, device: torch.device) -> str:

@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.bench_model import NEW_TOKENS, Prompts, use_profile
 from benchmarks.sglang.ttft import CHECKS, REUSE, opened, times
+from validation.cases import grouped
 from validation.models import smollm2_folder
 from validation.results import Results, Row, write_rows
 from validation.sglang_engine import Ask
@@ -71,10 +72,8 @@ def distances(folder: Path, report: Path, other: Path) -> None:
     both engines reused equally many tokens."""
     said, rows = json.loads(report.read_text()), Results([str(folder), report.name, other.name])
     floor, beside = said["rounding_floor"], {each["case_id"]: each for each in _verified(json.loads(other.read_text()))}
-    families = defaultdict[str, list[tuple[Any, Any]]](list)
-    for own in _verified(said):
-        families[own["workload"]].append((own, beside[own["case_id"]]))
-    for family, pairs in families.items():
+    both = ((own, beside[own["case_id"]]) for own in _verified(said))
+    for family, pairs in grouped(both, lambda pair: pair[0]["workload"]).items():
         alike = [pair for pair in pairs if pair[0]["reused_tokens"] == pair[1]["reused_tokens"]]
         if not alike or not sum(own["offered_tokens"] for own, _ in pairs):
             raise SystemExit(f"no figure: no plan offered tokens in {family}; set a SEMBLEND_MAX_KL it has")

@@ -8,7 +8,6 @@ import gc
 import os
 import statistics
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench_model import BIG, Prompts, label, write_config
-from benchmarks.program import parser_of
+from benchmarks.program import parser_of, seconds
 from benchmarks.vllm.arm import SERVED_SHARE
 from validation.cases import Tokeniser
 from validation.families.catalog import FamilyRequest, write_cases
@@ -100,11 +99,6 @@ class BlendEngine:
         self.client.end()
         return found
 
-    def split(self, prompt: list[int], forced: Sequence[int], at: int) -> list[torch.Tensor]:
-        """Return `ask`'s logits after vLLM has computed the first `at` tokens in another request."""
-        self.ask(prompt[:at])
-        return self.ask(prompt, forced)
-
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, which takes blended KV for exact."""
         self._llm.reset_prefix_cache()
@@ -157,7 +151,8 @@ def measure_answers(rows: Results, folder: Path) -> None:
             engine.forget()
             blended = torch.stack(engine.blended(tokens.prompt, answer))
             engine.forget()
-            halves = torch.stack(engine.split(tokens.prompt, answer, len(tokens.prompt) // 32 * 16))
+            engine.ask(tokens.prompt[: len(tokens.prompt) // 32 * 16])  # the beginning in a request of its own
+            halves = torch.stack(engine.ask(tokens.prompt, answer))
             engine.forget()
             divergences.append(kl_divergence(cold, blended))
             floors.append(kl_divergence(cold, halves))
@@ -169,9 +164,7 @@ def measure_answers(rows: Results, folder: Path) -> None:
 def _milliseconds(engine: BlendEngine, ask: Any, prompt: list[int]) -> float:
     engine.forget()
     gc.collect()
-    begin = time.perf_counter()
-    ask(prompt)
-    return (time.perf_counter() - begin) * 1e3
+    return seconds(ask, prompt) * 1e3
 
 
 def check_served(taken: int, held: float) -> None:

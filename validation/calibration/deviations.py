@@ -21,7 +21,7 @@ from engine_wrapper.deviation_check import choose, sample_of, stretches, suspect
 from engine_wrapper.sparse_forward import cache_keyword, latent_rows
 from kernels.deviation import FreshRows, Move, deviation
 from kernels.kv_move import kv_move
-from kernels.layout import KvGeometry, PagedKv, indexable, layer_view
+from kernels.layout import PagedKv, indexable, layer_view
 from kernels.rope import saturated
 from semblend_trt.config import load_settings
 from semblend_trt.discovery.planner import LookupRequest, Planner
@@ -62,8 +62,7 @@ class PromptDeviations:
     def _means(self, layer: int, is_first: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         starts = np.flatnonzero(is_first)
         sums = np.add.reduceat(self.values[layer].astype(np.float64), starts)
-        means: npt.NDArray[np.float64] = sums / np.diff(starts, append=is_first.size)
-        return means
+        return np.asarray(sums / np.diff(starts, append=is_first.size), dtype=np.float64)
 
     def kept_and_compared(
         self, check: SpanCheck | None, head_tokens: int
@@ -101,7 +100,7 @@ class DeviationCollector:
 
     def __init__(self, model: Any, engines: Engines, min_span: int, kv_dtype: torch.dtype | None = None) -> None:
         self._engines, facts = engines, engines.facts
-        self._geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
+        self._geometry = replace(facts.sizes(1), block_size=_BLOCK_SIZE)
         self._rotation, self._model, self._kv_dtype = facts.rotation, model, kv_dtype
         with environment({}):
             self._settings = load_settings(policy=ReusePolicy.POSITION_FIX, min_span_tokens=min_span)
@@ -125,10 +124,8 @@ class DeviationCollector:
         moves = [Move(donors[int(span.donor_id)], span.donor_start, span.target_start, span.length) for span in checked]
         if self._kv_dtype is not None:
             # An engine compares what it has placed, which rounds K.
-            blocks = torch.arange(len(fresh.block_ids))
-            shape = len(blocks), *fresh.pool.shape[1:]
-            pool = torch.empty(shape, dtype=fresh.pool.dtype, device=fresh.pool.device)
-            placed = PagedKv(pool, blocks, self._geometry)
+            pool = torch.empty(fresh.pool.shape, dtype=fresh.pool.dtype, device=fresh.pool.device)
+            placed = replace(fresh, pool=pool)
             kv_move(moves, placed, self._rotation)
             moves = [Move(placed, move.target_start, move.target_start, move.length) for move in moves]
         # [layers, kv_factor, tokens]; the larger of K and V decides
