@@ -81,16 +81,14 @@ def unrelated(group: Group) -> list[Case]:
     earlier, opening = group.openings()
     others, own = (group.stock_lists(group.room, places=places) for _ in range(2))
     [last] = ask(group.rng, others, 1)
-    questions = ask(group.rng, own, group.questions)
-    return group.look_ups(Side(earlier, others), last, Side(opening, own), questions)
+    return group.look_ups(Side(earlier, others), last, Side(opening, own), ask(group.rng, own, group.questions))
 
 
 def repeat(group: Group) -> list[Case]:
     """Every prompt was served before, word for word."""
     shown = group.stock_lists(group.room)
     side = Side(group.rng.choice(group.form.instructions), shown)
-    questions = ask(group.rng, shown, group.questions)
-    asked = [replace(each, text=side.prompt(group.form, each)) for each in questions]
+    asked = [replace(each, text=side.prompt(group.form, each)) for each in ask(group.rng, shown, group.questions)]
     return group.cases([each.text for each in asked], asked)
 
 
@@ -178,17 +176,14 @@ def _exchanged(places: Places, heading: str = "HEADER", rows_between: int = 0) -
         text = heading.replace("HEADER", header).replace("PLACE", place) + "\n" + rows
         return Document(text, counted_list(place, exchanged).questions)
 
-    def lists(group: Group, pair: tuple[str, str]) -> tuple[list[Document], list[Document]]:
+    def lists(group: Group, pair: tuple[str, str]) -> list[list[Document]]:
         items = group.items(rows_between)
         shared = items[2 * rows_between :]
-        parts = items[:rows_between], items[rows_between : 2 * rows_between]
-        kept = [group.counts(part) for part in parts]
+        kept = [group.counts(part) for part in (items[:rows_between], items[rows_between : 2 * rows_between])]
         one = group.counts(shared)
         other = group.counts(group.rng.sample(shared, len(shared)), unlike=one)
-        donor, own = (
-            [listed(*each) for each in zip(pair, kept, rows, strict=True)] for rows in ((other, one), (one, other))
-        )
-        return donor, own
+        sides = (other, one), (one, other)
+        return [[listed(*each) for each in zip(pair, kept, rows, strict=True)] for rows in sides]
 
     def write(group: Group) -> list[Case]:
         room, before, after = group.room, list[Document](), list[Document]()
@@ -216,9 +211,8 @@ def _alike(group: Group) -> Iterator[tuple[str, str]]:
     words, rng = group.form.vocabulary, group.rng
     # A planter takes the most alike of 64 names.
     names = sorted(rng.sample(words.place_names, min(64, len(words.place_names))))
-    pairs = sorted(itertools.pairwise(names), key=lambda pair: -equal_start(*pair))
     taken = set[str]()
-    for pair in pairs:
+    for pair in sorted(itertools.pairwise(names), key=lambda pair: -equal_start(*pair)):
         if taken.isdisjoint(pair):
             taken.update(pair)
             kind = rng.choice(words.place_kinds)
@@ -306,8 +300,7 @@ def headings(group: Group) -> list[Case]:
     earlier, opening = group.openings(_INSTRUCTIONS)
     after = group.fitting(documents.records(group.rng, _MOST), group.room)
     names = [document.text.partition("\n")[0] for document in after]
-    others = zip(after, names, _rotated(names), strict=True)
-    before = [documents.renamed(*each) for each in others]
+    before = list(map(documents.renamed, after, names, _rotated(names)))
     return _cases(group, Side(earlier, before), Side(opening, after))
 
 

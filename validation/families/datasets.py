@@ -81,13 +81,12 @@ def squad_texts(folder: Path) -> tuple[Text, ...]:
     """Return SQuAD v1.1 (`squad-dev-v1.1.json`), a text an article, a passage a paragraph. First answers are
     references. Raises ConfigurationError, as the others here do, if the file is unreadable or has another form."""
     path = folder / "squad-dev-v1.1.json"
-    found = parsed(_Squad, content_of(path), _WRONG.format(path))
     return tuple(
         tuple(
             Document(each.context.strip(), tuple(Question(qa.question.strip(), qa.answer) for qa in each.qas))
             for each in article.paragraphs
         )
-        for article in found.data
+        for article in parsed(_Squad, content_of(path), _WRONG.format(path)).data
     )
 
 
