@@ -11,7 +11,6 @@ from engine_wrapper.embedded.model_runner import ModelRunner
 from engine_wrapper.embedded.request import SamplingParams
 from engine_wrapper.self_check import plan_over
 from engine_wrapper.token_schedule import SequenceSlice
-from kernels.layout import KvGeometry
 from semblend_trt.errors import ConfigurationError, SemBlendError
 from semblend_trt.plan import SemanticKvPlan
 from validation.arms import BOUNDARY, COLD, WRAPPER_WITHOUT_PLAN, Arm, ArmChoices, arms_of, is_reusing
@@ -48,7 +47,7 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
             f"{MIN_TOKENS}, so bring a longer one."
         )
     facts = runner.facts
-    geometry = KvGeometry(facts.num_layers, facts.kv_heads, facts.head_dim, _BLOCK_SIZE, facts.kv_factor)
+    geometry = replace(facts.sizes(1), block_size=_BLOCK_SIZE)
     plain = _plain_logits(runner.model, tokens)  # [tokens, vocab]
     blocks = tuple(range(-(-len(tokens) // geometry.block_size)))
     shape = (len(blocks), geometry.num_layers, geometry.kv_factor, geometry.row_elements)
@@ -57,8 +56,7 @@ def plain_difference(runner: ModelRunner, token_ids: Sequence[int]) -> Exactness
     wrapped.attach_pool(pool, geometry)
 
     def rows(begin: int, end: int, plan: SemanticKvPlan | None = None) -> torch.Tensor:
-        part = SequenceSlice(0, begin, tuple(tokens[begin:end]), blocks, plan)
-        return wrapped.forward([part], all_rows=True)
+        return wrapped.forward([SequenceSlice(0, begin, tuple(tokens[begin:end]), blocks, plan)], all_rows=True)
 
     # A row that is read before it is written shows as NaN without a plan, as a large value under one.
     pool.fill_(float("nan"))
@@ -86,8 +84,7 @@ def stock_difference(
     tokens = list(itertools.islice(itertools.cycle(token_ids), count))
     settings = EngineSettings(model, 4 * MAX_TOKENS, 1 << 30, min_span)
     layers = engines.facts.num_layers
-    names = (COLD, WRAPPER_WITHOUT_PLAN, f"{BOUNDARY}_{layers}", *also)
-    arms = arms_of(names, ArmChoices(layers, boundary=layers))
+    arms = arms_of((COLD, WRAPPER_WITHOUT_PLAN, f"{BOUNDARY}_{layers}", *also), ArmChoices(layers, boundary=layers))
     (cold, again), *ours = (_answer_logits(engines, arm, tokens, settings) for arm in arms)
     found = max(_largest(computed - cold) for computed, _ in ours)
     return Exactness(found, f"{engine} without the wrapper", _largest(again - cold))
@@ -120,8 +117,7 @@ def _plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     # Transformers has no SDPA for attention with sinks.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
-        ids = torch.tensor([tokens], device=model.device)
-        logits: torch.Tensor = model(ids, use_cache=False).logits[0].float()
+        logits: torch.Tensor = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
     finally:
         model.set_attn_implementation(before)
     return logits
