@@ -222,7 +222,7 @@ class Executor:
                     self._late_ends.append(request)
                 if request.request_id in self.pending_transfers:
                     # TensorRT-LLM handles cancels after a forward and then polls, so the save begins before the next.
-                    self._poll_transfers()
+                    self.poll_transfers()
             return True
 
     @property
@@ -248,13 +248,19 @@ class Executor:
                 self._take_tokens()
             elif (logits := self._forward(batch, stream)) is not None:
                 self._update(batch, logits)
-            self._poll_transfers()
+            self.poll_transfers()
         return ran
 
     def poll_transfers(self) -> None:
-        """Run an idle iteration: ask the connector which transfers have ended."""
+        """Ask the connector which transfers have ended, and free the blocks that they held."""
         with self._guarded():
-            self._poll_transfers()
+            if self.connector is None:
+                return
+            for request in self._late_ends:
+                self.connector.request_finished(request, [], is_late=True)
+            self._late_ends.clear()
+            for request in self.connector.get_finished():
+                self.block_manager.release(request.request_id)
 
     def shutdown(self) -> None:
         """Abort what is left and close the connector. Call once."""
@@ -302,8 +308,7 @@ class Executor:
                 connector.after_forward(stream)
             return logits
         except Exception as error:
-            overlaps = not self.llm_args.disable_overlap_scheduler
-            if self.llm_args.is_own or (self._is_v2 and overlaps):
+            if self.llm_args.is_own or (self._is_v2 and not self.llm_args.disable_overlap_scheduler):
                 raise
             logger.exception("a forward failed; the running requests end")
             self._sampled.clear()
@@ -406,16 +411,6 @@ class Executor:
             self.block_manager.stop_growing(request_id)
         else:
             self.block_manager.pin(request_id)
-
-    def _poll_transfers(self) -> None:
-        """Ask the connector which transfers have ended, and free the blocks that they held."""
-        if self.connector is None:
-            return
-        for request in self._late_ends:
-            self.connector.request_finished(request, [], is_late=True)
-        self._late_ends.clear()
-        for request in self.connector.get_finished():
-            self.block_manager.release(request.request_id)
 
     def _pause(self, request: LlmRequest) -> None:
         """Put a running request back among the waiting ones, unless its pending token ends it."""
