@@ -39,7 +39,8 @@ class _Slot:
 class Staging:
     """`slots` buffers of at most `byte_budget` bytes together on `device`, used in turn.
 
-    `capacity` is the tokens of one layer that a slot holds. Raises ConfigurationError when that is 0."""
+    `capacity` is the tokens of one layer that a slot holds; `turns` gives the slot whose turn it is. Raises
+    ConfigurationError when the capacity is 0."""
 
     def __init__(
         self, byte_budget: int, slots: int, geometry: KvGeometry, dtype: torch.dtype, device: torch.device
@@ -55,11 +56,7 @@ class Staging:
         if self.capacity > _ROOMS:
             self.capacity -= self.capacity % _ROOMS
         self._memory = torch.empty((slots, self.capacity * self._token_elements), dtype=dtype, device=device)
-        self._turns = cycle([_Slot(number, row) for number, row in enumerate(self._memory)])
-
-    def next(self) -> _Slot:
-        """Return the slot whose turn it is."""
-        return next(self._turns)
+        self.turns = cycle([_Slot(number, row) for number, row in enumerate(self._memory)])
 
     def rooms(self, layers: int) -> torch.Tensor:
         """Return all slots like `view`, each cut into `layers` equal rooms; `layers` divides the capacity."""
@@ -99,7 +96,7 @@ class HostReader:
         def place(first_layer: int, end_layer: int) -> Event | None:
             count, placed = end_layer - first_layer, None
             for number, batch in enumerate(divided):
-                slot = self._staging.next()
+                slot = next(self._staging.turns)
                 own = range(slot.number * layers, slot.number * layers + count)
                 wait(self._copies, [slot.free])
                 with on(self._copies):
@@ -155,7 +152,7 @@ class HostWriter:
             for first in range(0, num_layers, layers):
                 end = min(first + layers, num_layers)
                 for batch in batches(moves, staging.capacity // layers):
-                    staged = staging.view(staging.next(), end - first, sum(move.length for move in batch))
+                    staged = staging.view(next(staging.turns), end - first, sum(move.length for move in batch))
                     _copy_layers(batch, staged, first, end)
                     kv_move(_staged(batch, ContiguousKv(staged)), target.layers(first, end), self._rotation)
         finish(current_stream(target.pool.device))
@@ -171,7 +168,7 @@ class HostWriter:
         chunk = staging.capacity // layers
         for start in range(0, tokens, chunk):
             length = min(chunk, tokens - start)
-            staged = staging.view(staging.next(), layers, length)
+            staged = staging.view(next(staging.turns), layers, length)
             moves = [Move(source, first_token + start, 0, length, turn=0)]
             gather = LayerMoves(moves, ContiguousKv(staged), self._rotation)
             for first in range(0, num_layers, layers):
