@@ -61,9 +61,7 @@ def salt_digest(salt: str) -> str:
 def tenant_key(salt: str | None) -> str:
     """Return tenant key v1 for the wire (SemBlend 0.3.25): the untrimmed salt's digest, `none` without a salt.
     Never part of `CacheNamespace.key`. Raises NamespaceError."""
-    if salt is None or not _checked_salt(salt):
-        return TENANT_PREFIX + "none"
-    return TENANT_PREFIX + _digest(salt)
+    return TENANT_PREFIX + (_digest(salt) if salt is not None and _checked_salt(salt) else "none")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,10 +89,8 @@ class CacheNamespace:
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in _TEXT_FIELDS:
-            _check_text(name, getattr(self, name))
-        for name in ("quantization", "adapter"):
-            if getattr(self, name) is not None:
+        for name in (*_TEXT_FIELDS, "quantization", "adapter"):
+            if name in _TEXT_FIELDS or getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
         _check_count("block_size", self.block_size)
         object.__setattr__(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))
@@ -225,9 +221,7 @@ def _frozen(name: str, value: Any, depth: int = 0) -> Any:
         return tuple(_frozen(name, item, depth + 1) for item in value)
     if isinstance(value, float) and math.isfinite(value):
         return int(value) if value.is_integer() else float(value)
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, str) and len(value) <= MAX_TEXT:
+    if value is None or isinstance(value, int) or (isinstance(value, str) and len(value) <= MAX_TEXT):
         return value
     raise NamespaceError(
         f"namespace field {name} holds {value!r:.80}, which is not a finite JSON value of at most {MAX_TEXT} characters"
