@@ -208,8 +208,7 @@ def _refused_model(parts: ExecutorParts, facts: ModelFacts, ranks: int) -> str |
         # TensorRT-LLM has no Granite nor OLMo-2, whose layers would take hidden rows alone.
         if "residual" not in inspect.signature(layer.forward).parameters:
             return "model_layout"
-        refusal = _refused_attention(AttentionParts(layer), index, facts, ranks)
-        if refusal is not None:
+        if (refusal := _refused_attention(AttentionParts(layer), index, facts, ranks)) is not None:
             return refusal
     return None
 

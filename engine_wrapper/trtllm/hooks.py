@@ -65,9 +65,8 @@ class EngineOptions:
         among = [engine] if "cuda_graph_runner" in held else held.values()
         self.graph_holders = holders = [each for each in among if "cuda_graph_runner" in held_by(each)]
         self.decode_graphs = [bool(getattr(each.cuda_graph_runner, "enabled", None)) for each in holders]
-        self.has_prefill_graphs = any(
-            getattr(each, "breakable_cuda_graph_runner", None) is not None for each in holders
-        )
+        prefill = [getattr(each, "breakable_cuda_graph_runner", None) for each in holders]
+        self.has_prefill_graphs = any(each is not None for each in prefill)
         compiled = [getattr(each, "_torch_compile_backend", None) for each in holders]
         self.is_compiled = any([getattr(engine, "_torch_compile_enabled", False), *compiled])
         self.is_disaggregated = getattr(executor, "kv_cache_transceiver", None) is not None

@@ -131,8 +131,7 @@ class V2Guard(ManagerGuard):
         """Advance a flagged request's history without a commit; V2 commits no decode tokens anyway."""
         if not self._plans.withholds(request.py_request_id):
             return self._stock["try_commit_blocks"](request, *arguments, **options)
-        cache = self._manager.kv_cache_map.get(request.py_request_id)
-        if cache is None:
+        if (cache := self._manager.kv_cache_map.get(request.py_request_id)) is None:
             return None
         if not cache.resize(None, request.context_current_position):
             logger.warning("request %d: its history could not be advanced", request.py_request_id)

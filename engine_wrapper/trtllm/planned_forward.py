@@ -222,8 +222,7 @@ class PlannedForward:
             found = dict(zip(batch.request_ids, blocks, strict=True))
             plans = {each: self._in_its_blocks(plan, found[each]) for each, plan in plans.items()}
             with hooked_layers(self._hooked, begin, attend):
-                sink = self._runtime.note_evidence
-                return self._decoder.run(batch, plans, blocks, options, self._max_rows, sink)
+                return self._decoder.run(batch, plans, blocks, options, self._max_rows, self._runtime.note_evidence)
         except Exception:
             logger.exception("KV reuse is off from now on: a plan could not be executed")
             self._runtime.faults["planned_forward"] += 1

@@ -73,11 +73,8 @@ class PlannedRows:
         self._stage: Stage = schedule.stages[0]
         self.found: torch.Tensor | None = None
         self.positions = schedule.positions
-        self._factors = {
-            kind: rotary_factors(schedule.positions[:, None], kind).float()
-            for kind in rotation.kinds
-            if not kind.is_still
-        }
+        turning = (kind for kind in rotation.kinds if not kind.is_still)
+        self._factors = {kind: rotary_factors(self.positions[:, None], kind).float() for kind in turning}
 
     @property
     def num_tokens(self) -> int:
@@ -128,9 +125,8 @@ class PlannedRows:
     def _check_options(self, layer: int, options: dict[str, Any]) -> None:
         asked = partial(option_of, options)
         window, mask, found = self._windows[layer], asked("attention_mask"), asked("attention_window_size")
-        problem = next(
-            (f"{name}, which is not supported here" for name in _UNKNOWN_OPTIONS if asked(name) is not None), ""
-        )
+        unknown = (f"{name}, which is not supported here" for name in _UNKNOWN_OPTIONS if asked(name) is not None)
+        problem = next(unknown, "")
         if not problem and mask is not None and (mask.value if isinstance(mask, Enum) else mask) != "causal":
             problem = f"mask {mask!r}; only causal is supported"
         if problem:
@@ -153,8 +149,7 @@ class PlannedRows:
     def _enter(self, stage: Stage, rows: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         self._stage = stage
         self._next_stage += 1
-        keep = stage.keep
-        if keep is None:
+        if (keep := stage.keep) is None:
             return rows
         self.positions = self.positions.index_select(0, keep)
         self._factors = {kind: factors.index_select(1, keep) for kind, factors in self._factors.items()}
