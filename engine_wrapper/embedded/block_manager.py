@@ -279,8 +279,7 @@ class BlockManager:
         for index in range(len(sequence.path), end // size):
             block = tuple(tokens[index * size : (index + 1) * size])
             parent = sequence.path[index - 1] if index else None
-            node = tree.child(sequence.key, parent, block)
-            if node is None:
+            if (node := tree.child(sequence.key, parent, block)) is None:
                 node = tree.insert(sequence.key, parent, block, sequence.block_ids[index])
             else:
                 if not node.references and self._num_unpromised_blocks < 1:
@@ -308,8 +307,7 @@ class BlockManager:
 
     def release(self, request_id: int) -> None:
         """Drop the sequence or the pins, if there are any: private blocks become free, reusable ones lose a reader."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is None:
+        if (sequence := self._sequences.pop(request_id, None)) is None:
             self._tree.release(self._pins.pop(request_id, []))
             return
         shared = zip(sequence.path, sequence.block_ids, strict=False)

@@ -166,8 +166,7 @@ def load_connector(llm_args: LlmArgs) -> KvCacheConnectorManager | None:
 
     Each gets one positional argument, `llm_args`, as in TensorRT-LLM. Raises ConfigurationError when the module or a
     class is missing or lacks a method of the contract. What a constructor itself raises is passed on."""
-    config = llm_args.kv_connector_config
-    if config is None:
+    if (config := llm_args.kv_connector_config) is None:
         return None
     try:
         module = importlib.import_module(config.connector_module)

@@ -235,9 +235,8 @@ class ModelRunner:
 
         With `all_rows`, returns those of all slices' tokens. Raises PlanError when a plan does not fit its slice,
         ConfigurationError without a pool."""
-        if self._forward is None:
+        if (decoder := self._forward) is None:
             raise ConfigurationError("the model runner has no pool; call attach_pool before forward")
-        decoder = self._forward
         if (source := self.plan_source) is not None:
             slices = [replace(each, plan=source(each.request_id)) if each.plan is None else each for each in slices]
         works = works_of(slices, self.facts.num_layers)

@@ -84,8 +84,7 @@ class SamplingParams:
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise ConfigurationError(f"max_tokens is {self.max_tokens!r}; it must be an integer >= 1")
         for name in ("stop_token_ids", "forced_token_ids"):
-            ids = getattr(self, name)
-            if ids is None:
+            if (ids := getattr(self, name)) is None:
                 continue
             if not isinstance(ids, (list, tuple, set, frozenset)):
                 raise ConfigurationError(f"{name} is {ids!r}; it must be a list of token ids")

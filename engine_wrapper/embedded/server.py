@@ -172,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=named, required=True, help="folder or hub id of the model")
     parser.add_argument("--port", type=int, default=8001, help="port of this machine (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and KV (default: the checkpoint's)")
-    arguments = parser.parse_args(argv)
-    return ended("semblend-trt worker", partial(_run, **vars(arguments)))
+    return ended("semblend-trt worker", partial(_run, **vars(parser.parse_args(argv))))
 
 
 def _run(model: str, port: int, dtype: str) -> int:

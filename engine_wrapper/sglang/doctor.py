@@ -22,8 +22,7 @@ def sglang(model: str | None, options: Any) -> Generator[Finding, None, EngineSp
     """Yield findings; return the engine's description, None if SGLang makes none.
 
     `model` is a path or hub id; `options` what a YAML file of SGLang's arguments holds, or None. No engine starts."""
-    version = sglang_version()
-    if version is None:
+    if (version := sglang_version()) is None:
         yield _engine.failed("sglang cannot be imported here; `pip install 'semblend-trt[sglang]'` installs it")
         return None
     if version != VERSION:
@@ -31,8 +30,7 @@ def sglang(model: str | None, options: Any) -> Generator[Finding, None, EngineSp
         return None
     yield _engine.ok(f"SGLang {version} is installed")
     given = {name.replace("-", "_"): value for name, value in vars(options or object).items() if name[0] != "_"}
-    name = given.pop("model_path", None) or model
-    if name is None:
+    if (name := given.pop("model_path", None) or model) is None:
         yield _engine.note("without --model nothing can be said of an engine's options")
         return None
     try:

@@ -27,7 +27,6 @@ def from_server_args(arguments: Any, model_config: Any, backend: Callable[[], st
     name, model, method = f"sglang-{sglang_version()}", str(arguments.model_path), arguments.quantization
     dtype, chunk = text_of(model_config.dtype), arguments.chunked_prefill_size or 0
     asked = None if method is None else AskedQuantization(str(method), options_text({"quant_algo": method}))
-
     return EngineSpec(
         name=name,
         model=model,

@@ -56,11 +56,9 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
-        request = params.req
-        if request is None or self._scheduler is None or request.kv.holds_kv:
+        if (request := params.req) is None or self._scheduler is None or request.kv.holds_kv:
             return result
-        offered = self._look_up(request, int(result.device_prefix_len), len(params.key))
-        if not offered:
+        if not (offered := self._look_up(request, int(result.device_prefix_len), len(params.key))):
             return result
         node, reach = result.last_device_node, result.device_prefix_len + offered
         offer = {"host_hit_length": offered, "full_kv_hit_length": reach}
@@ -91,8 +89,7 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         allocator, tokens = self.token_to_kv_pool_allocator, followed.offered
         if (short := tokens - allocator.available_size()) > 0:
             self.evict(EvictParams(num_tokens=short))
-        slots = allocator.alloc(tokens)
-        if slots is None:
+        if (slots := allocator.alloc(tokens)) is None:
             self._decline(request, followed)
             return 0
         try:
@@ -115,8 +112,7 @@ class SemBlendRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return self._scheduler is None
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        followed = self.requests.get(req.rid)
-        if followed is None or followed.slots is None:
+        if (followed := self.requests.get(req.rid)) is None or followed.slots is None:
             stock: torch.Tensor = super().prefix_device_indices(req)
             return stock
         path = self.path_device_indices(req.last_node)[: followed.exact]

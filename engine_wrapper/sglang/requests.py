@@ -107,8 +107,7 @@ class SglangScheduler(SemBlendKvConnectorScheduler):
         """Record the end of a request whose KV is in `slots`; return True if it is to be saved.
 
         Overlapped steps may have computed a token more than the request keeps."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is not None:
+        if (tracked := self._requests.get(request.request_id)) is not None:
             tracked.written_tokens = min(tracked.written_tokens, len(slots))
         return bool(self.request_finished(request, slots))
 

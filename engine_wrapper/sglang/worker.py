@@ -67,8 +67,7 @@ class SglangWorker:
         rotation, longest = self._worker.facts.rotation, int(runner.model_config.context_len)
         parts = Decoder(runner, runner.model.model, pool, self._runtime.pool.geometry, rotation, longest)
         assert engine.max_num_tokens is not None
-        is_timed = settings.min_saving > 0
-        self._forward = PlannedForward(parts, self._runtime, engine.max_num_tokens, is_timed=is_timed)
+        self._forward = PlannedForward(parts, self._runtime, engine.max_num_tokens, is_timed=settings.min_saving > 0)
         self._runtime.weights, self._runtime.publication_guard = Weights(runner.model), True
         self._stock = runner.forward
         self._undo = replace_method(runner, "forward", self._around)
