@@ -73,8 +73,7 @@ class EvictionPolicy(Generic[HistoryT_contra]):
 
     def removed(self, donor_id: str, *, evicted: bool = False) -> None:
         """Remove a donor that left this tier; `evicted` when it had to make room."""
-        rank = self._discard(donor_id)
-        if evicted and rank is not None:
+        if (rank := self._discard(donor_id)) is not None and evicted:
             self.floor = max(self.floor, rank[0])
 
     def candidates(self) -> Iterator[str]:
@@ -82,8 +81,7 @@ class EvictionPolicy(Generic[HistoryT_contra]):
         return (name for _, name in self._order)
 
     def _discard(self, donor_id: str) -> Rank | None:
-        rank = self._ranks.pop(donor_id, None)
-        if rank is not None:
+        if (rank := self._ranks.pop(donor_id, None)) is not None:
             del self._order[bisect_left(self._order, (rank, donor_id))]
         return rank
 
@@ -282,8 +280,7 @@ class DonorCatalog:
     def touch(self, donor_id: str) -> None:
         """Count a use of a donor, if it is ready."""
         with self._lock:
-            entry = self._entries.get(donor_id)
-            if entry is not None and entry.state == "ready":
+            if (entry := self._entries.get(donor_id)) is not None and entry.state == "ready":
                 self._count_use(donor_id, entry)
 
     def begin_writing(self) -> None:
@@ -297,8 +294,7 @@ class DonorCatalog:
         with self._lock:
             if donor_id in self._entries:
                 return None
-            dropped = self._make_file_room(tokens, is_held=False)
-            if dropped is not None:
+            if (dropped := self._make_file_room(tokens, is_held=False)) is not None:
                 entry = _Entry(tokens, tier=Tier.DISK, file="held")
                 self._enter(donor_id, entry)
                 self._make_ready(donor_id, entry)
@@ -310,8 +306,7 @@ class DonorCatalog:
         For FULL_SECONDS files then take no more room than now. If a file that makes its own room fails as well,
         something else fills the disk: no file is written meanwhile."""
         with self._lock:
-            entry = self._entries.get(donor_id)
-            if entry is None or entry.file != "writing":
+            if (entry := self._entries.get(donor_id)) is None or entry.file != "writing":
                 return
             with self._recounting(entry):
                 entry.file = "held" if succeeded else "none"
@@ -339,8 +334,7 @@ class DonorCatalog:
     def fetched(self, donor_id: str, succeeded: bool) -> bool:
         """Note that the donor was read back, or is lost; False when it was not being fetched."""
         with self._lock:
-            entry = self._entries.get(donor_id)
-            if entry is None or entry.state != "fetching":
+            if (entry := self._entries.get(donor_id)) is None or entry.state != "fetching":
                 return False
             if succeeded:
                 entry.uses += 1
@@ -372,8 +366,7 @@ class DonorCatalog:
     def promoted(self, donor_id: str, succeeded: bool) -> None:
         """Note that the donor left the host for the device, or stays where it was."""
         with self._lock:
-            entry = self._entries.get(donor_id)
-            if entry is None or not entry.is_promoting:
+            if (entry := self._entries.get(donor_id)) is None or not entry.is_promoting:
                 return
             with self._recounting(entry):
                 entry.is_promoting = False
@@ -505,8 +498,7 @@ class DonorCatalog:
         offloaded, others = list[str](), gone if tier is Tier.DEVICE else gone + displaced
         for donor_id in reversed(displaced) if tier is Tier.DEVICE else ():
             length = entries[donor_id].tokens
-            taken = self._take(movable, Tier.HOST, length - free[Tier.HOST])
-            if taken is None:
+            if (taken := self._take(movable, Tier.HOST, length - free[Tier.HOST])) is None:
                 others.append(donor_id)
                 continue
             others += taken
@@ -520,8 +512,7 @@ class DonorCatalog:
         """Take the tier's next donors, `fewest` and what is `missing`; None, without effect, when they are too few."""
         taken: list[str] = []
         while missing > 0 or len(taken) < fewest:
-            donor_id = next(movable[tier], None)
-            if donor_id is None:
+            if (donor_id := next(movable[tier], None)) is None:
                 movable[tier] = iter(taken)
                 return None
             taken.append(donor_id)

@@ -526,7 +526,6 @@ def _bytes_at(descriptor: int, start: int, length: int) -> bytes:
 def _read_all(descriptor: int, view: memoryview, start: int) -> None:
     """Fill `view` from byte `start` on. Raises DonorFileError where the file ends before, and OSError."""
     while view:
-        taken = os.preadv(descriptor, [view], start)
-        if not taken:
+        if not (taken := os.preadv(descriptor, [view], start)):
             raise DonorFileError("corrupt", f"the file ends at byte {start}")
         view, start = view[taken:], start + taken

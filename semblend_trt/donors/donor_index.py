@@ -115,8 +115,7 @@ class DonorTexts(DonorObserver):
         return length - common < least
 
     def _remove(self, donor_id: str) -> None:
-        text = self.by_id.pop(donor_id, None)
-        if text is None:
+        if (text := self.by_id.pop(donor_id, None)) is None:
             return
         self.generations.pop(donor_id, None)
         order = self._orders[text.namespace_key, text.generation]
@@ -210,8 +209,7 @@ class DonorIndex:
 
     def is_kept(self, intent: SaveIntent, near: Iterable[Near]) -> bool:
         """Return whether another donor makes this one needless; that counts as a use of the other."""
-        keeper = self.texts.keeper(intent, near)
-        if keeper is not None:
+        if (keeper := self.texts.keeper(intent, near)) is not None:
             self.catalog.touch(keeper)
         return keeper is not None
 

@@ -243,8 +243,7 @@ class OffloadQueue:
         self._count(event.kind)
         kind, donor_id = event.kind, event.donor_id
         if kind is OffloadEventKind.FILE_FOUND and event.text is not None:
-            dropped = self._catalog.adopt(donor_id, len(event.text.tokens))
-            if dropped is None:
+            if (dropped := self._catalog.adopt(donor_id, len(event.text.tokens))) is None:
                 self._commands.drops.append(donor_id)
             else:
                 self.drop(dropped)

@@ -213,8 +213,7 @@ class MemoryTier(ABC, Generic[KvT]):
             return donor is not None and donor.is_ready
 
     def _ready(self, donor_id: str) -> HeldDonor[KvT]:
-        donor = self._donors.get(donor_id)
-        if donor is None or not donor.is_ready:
+        if (donor := self._donors.get(donor_id)) is None or not donor.is_ready:
             raise DonorUnavailableError(f"donor {donor_id} is not in {self._name}")
         return donor
 

@@ -65,8 +65,7 @@ class SemanticIndex:
         self._entries[number] = namespace_key, entry_id
 
     def remove(self, entry_id: str) -> None:
-        number = _number_of(entry_id)
-        if number in self._entries:
+        if (number := _number_of(entry_id)) in self._entries:
             namespace_key, _ = self._entries.pop(number)
             index = self._indexes[namespace_key]
             index.remove_ids(np.array([number]))
@@ -239,8 +238,7 @@ def neighbours_for(
         return embedder_for(settings.embedder, settings.embedder_model)
 
     def open_decoder() -> Callable[[npt.NDArray[np.int32]], str]:
-        folder = tokenizer_folder()
-        if folder is None:
+        if (folder := tokenizer_folder()) is None:
             raise ConfigurationError("the engine's tokenizer is not among the files on this machine")
         batch = tokenizer_file(folder).decode_batch  # decode() would keep the interpreter's lock
         return lambda tokens: str(batch([tokens.tolist()], skip_special_tokens=True)[0])

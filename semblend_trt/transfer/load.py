@@ -84,8 +84,7 @@ class LayerReadiness:
 
     def _ask(self) -> None:
         while self._groups is not None and len(self._queued) < self._ahead:
-            group = next(self._groups, None)
-            if group is None:
+            if (group := next(self._groups, None)) is None:
                 self._groups = None
             else:
                 self._queued.append(group)
