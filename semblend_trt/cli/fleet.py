@@ -32,8 +32,7 @@ _OF_REQUESTS = ("extra.cache_salt", "extra.tenant_key", "adapter")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    action = actions.add_parser("status", help=SUMMARY, description=f"{SUMMARY.capitalize()}.")
-    add_listening(action, 30.0)
+    add_listening(actions.add_parser("status", help=SUMMARY, description=f"{SUMMARY.capitalize()}."), 30.0)
 
 
 def run(arguments: argparse.Namespace) -> int:

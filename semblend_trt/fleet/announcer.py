@@ -96,8 +96,7 @@ class DonorAnnouncer(DonorObserver):
 
     @_guarded
     def held(self, donor_id: str, tokens: npt.NDArray[np.int32], tier: str) -> None:
-        named = self._intended.pop(donor_id, None)
-        if named is not None and not self._is_closed:
+        if (named := self._intended.pop(donor_id, None)) is not None and not self._is_closed:
             self._announce(donor_id, Held(*named, tier, len(tokens), tokens))
 
     @_guarded
@@ -150,8 +149,7 @@ def announcer_for(settings: Settings) -> DonorAnnouncer | None:
     """Return what announces an engine's donors. Never raise: return None without a server, or after an error. Engines
     of a process with equal settings share one EventPublisher."""
     try:
-        options = ConnectionOptions.of(settings)
-        if options is None or not settings.enabled:
+        if (options := ConnectionOptions.of(settings)) is None or not settings.enabled:
             return None
         from semblend_trt.fleet.events import Emitter
         from semblend_trt.fleet.publisher import EventCounters, EventPublisher

@@ -222,8 +222,7 @@ class Sender:
                 await self._client.publish(self._subject, notice.payload)
             await flush(self._client)
         else:
-            unsure = await self._store(fit)
-            if unsure and await self._store(unsure):
+            if (unsure := await self._store(fit)) and await self._store(unsure):
                 raise ConnectionLostError(f"{len(unsure)} events were not acknowledged by the stream")
         if self._client.is_closed:
             raise ConnectionLostError("the connection to NATS was lost while events were being sent")

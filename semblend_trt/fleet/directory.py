@@ -366,8 +366,7 @@ class Directory:
 
     def _take(self, event: Event, worker: Worker, verdict: Verdict, now: float) -> None:
         data = event.data
-        followed = self._workers.get(worker)
-        if followed is None:
+        if (followed := self._workers.get(worker)) is None:
             followed = self._workers[worker] = FollowedWorker(self._number_for(worker))
         if event.generation is not None:
             followed.generation = event.generation
@@ -413,8 +412,7 @@ class Directory:
                 self._entries += len(donor.posting.entries)
 
     def _change(self, event: Event, followed: FollowedWorker, data: DonorEvicted | DonorRelocated) -> None:
-        donor = followed.donors.get(data.donor_id)
-        if donor is None:
+        if (donor := followed.donors.get(data.donor_id)) is None:
             if followed.is_synced:
                 self._problem("unknown_donor", "names a donor that was never registered", event)
         elif isinstance(data, DonorRelocated):
@@ -440,8 +438,7 @@ class Directory:
             self._problem("wrong_state", sentence, event)
 
     def _drop(self, followed: FollowedWorker, donor_id: str) -> None:
-        donor = followed.donors.pop(donor_id, None)
-        if donor is not None:
+        if (donor := followed.donors.pop(donor_id, None)) is not None:
             self._take_back(donor)
             followed.digest ^= donor.digest
             self._donors -= 1
@@ -450,8 +447,7 @@ class Directory:
         """Return the namespace with these `values`, and count a donor. Raise NamespaceError for bad values, a tenant
         key that does not match the salt, and too many namespaces."""
         fields, salt = _identity(msgspec.msgpack.encode(values))
-        known = self._namespaces.get(fields.key)
-        if known is None:
+        if (known := self._namespaces.get(fields.key)) is None:
             if len(self._namespaces) >= MAX_NAMESPACES:
                 raise NamespaceError(f"donors are in more than {MAX_NAMESPACES} namespaces; no more are kept")
             known = self._namespaces[fields.key] = KnownNamespace(fields, salt)

@@ -217,8 +217,7 @@ def _fresh_salt() -> str:
 
 
 def _answered() -> None:
-    request = _current.get()
-    if request is not None:
+    if (request := _current.get()) is not None:
         request.answered()
 
 

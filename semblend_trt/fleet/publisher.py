@@ -129,8 +129,7 @@ class Outbox:
             self._waiting = deque(list(self.donors))
             taken.append(self.writer.reset())
         while self._waiting and len(taken) < limit:
-            notice = self._change_of(self._waiting.popleft())
-            if notice is not None:
+            if (notice := self._change_of(self._waiting.popleft())) is not None:
                 taken.append(notice)
         return taken
 

@@ -94,8 +94,7 @@ class Sketch:
 
     def to_bytes(self) -> bytes:
         """Write `SK`, version and level (u8), numbers of entries and anchors (u32), entries (u32); little-endian."""
-        header = _HEADER.pack(_MAGIC, _VERSION, self.level, len(self.entries), self.anchors)
-        return header + self.entries.tobytes()
+        return _HEADER.pack(_MAGIC, _VERSION, self.level, len(self.entries), self.anchors) + self.entries.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Sketch:

@@ -135,8 +135,7 @@ class EngineWorkers:
         return False
 
     def _only_claimed(self, instance: int, claims: Counter[Worker]) -> Worker | None:
-        worker = self._worker_of.get(instance)
-        if worker is None or claims[worker] <= 1:
+        if (worker := self._worker_of.get(instance)) is None or claims[worker] <= 1:
             return worker
         self.problem("same_worker_id")
         logger.error(
