@@ -355,9 +355,8 @@ def load_settings(**overrides: Any) -> Settings:
     try:
         return Settings(**overrides)
     except ValidationError as error:
-        raise ConfigurationError(
-            ". ".join(_sentence(each, overrides) for each in error.errors(include_url=False))
-        ) from error
+        sentences = (_sentence(each, overrides) for each in error.errors(include_url=False))
+        raise ConfigurationError(". ".join(sentences)) from error
 
 
 def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
@@ -365,8 +364,7 @@ def _sentence(detail: ErrorDetails, overrides: dict[str, Any]) -> str:
     if not detail["loc"]:
         return str(problem)
     name = str(detail["loc"][0])
-    field = Settings.model_fields.get(name)
-    if field is None:
+    if (field := Settings.model_fields.get(name)) is None:
         close = difflib.get_close_matches(name, Settings.model_fields, n=1)
         return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
     source = name if name in overrides else variable_in_use(name) or name

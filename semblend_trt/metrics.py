@@ -45,8 +45,7 @@ _ROOM = 1 << 17  # bytes of prometheus_client's files for counters and histogram
 def count_here_where_unwritable() -> None:
     """Count in memory where PROMETHEUS_MULTIPROC_DIR is unusable: files there would end the process. Warns once, raises
     nothing. Call it before the first series. Facts: prometheus_client 0.20 to 0.26, `values.py`, `mmap_dict.py`."""
-    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    if folder is None:
+    if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is None:
         return
     from prometheus_client import values
     from prometheus_client.mmap_dict import MmapedDict

@@ -211,8 +211,7 @@ def weights_digest(path: str | Path, cache: DigestCache | None = None) -> str:
     Raises ConfigurationError if there are no weights, or one of their files cannot be read."""
     directory = Path(path)
     try:
-        files = weight_files(directory)
-        if not files:
+        if not (files := weight_files(directory)):
             raise ConfigurationError(f"{directory} holds no weights ({', '.join(_WEIGHTS)})")
         return digest_of_files(files, cache)
     except OSError as error:
@@ -259,8 +258,7 @@ def adapter_files(place: Path) -> dict[str, Path]:
     """Return the files of a LoRA adapter, a file or a directory. Raises OSError and ConfigurationError."""
     if not place.is_dir():
         return {place.suffix: place}
-    weights = weight_files(place)
-    if not weights:
+    if not (weights := weight_files(place)):
         raise ConfigurationError(f"adapter {place} holds no weights ({', '.join(_WEIGHTS)})")
     return {**weights, **_files_in(place, ("adapter_config.json",))}
 

@@ -299,8 +299,7 @@ def runtime_for(llm_args: Any) -> Runtime:
     Raises TypeError if `llm_args` cannot be weakly referenced, because its runtime would then outlive the engine."""
     key = id(llm_args)
     with _lock:
-        runtime = _runtimes.get(key)
-        if runtime is None:
+        if (runtime := _runtimes.get(key)) is None:
             weakref.finalize(llm_args, _runtimes.pop, key, None)
             runtime = _runtimes[key] = Runtime()
         return runtime

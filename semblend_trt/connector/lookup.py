@@ -306,8 +306,7 @@ class Lookup:
         donor_id = f"{self._generation}-{tracked.request_id}"
         if self.donors.catalog.tier(donor_id) is not None:  # an earlier request with this id left it
             donor_id = f"{uuid.uuid4().hex[:12]}-{tracked.request_id}"
-        max_new_tokens = int(request.max_new_tokens)
-        tracked.intent = self.planner.intend(donor_id, tracked, max_new_tokens, generations)
+        tracked.intent = self.planner.intend(donor_id, tracked, int(request.max_new_tokens), generations)
         if tracked.intent is not None:
             for observer in self._observers:
                 observer.intended(donor_id, namespace, request.cache_salt)

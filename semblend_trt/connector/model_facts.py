@@ -196,8 +196,7 @@ def _load_config(model: str | Path, revision: str | None) -> tuple[dict[str, Any
         raw, _ = config_class.get_config_dict(str(model), **options)
         if raw:
             _refuse(_type_refusals(raw))
-            known = READ_AS.get(raw["model_type"], raw["model_type"])
-            if known != raw["model_type"]:
+            if (known := READ_AS.get(raw["model_type"], raw["model_type"])) != raw["model_type"]:
                 return raw, type(auto_config.for_model(known)).from_dict({**raw, "model_type": known})
             return raw, auto_config.from_pretrained(str(model), trust_remote_code=False, **options)
     except UnsupportedModelError:

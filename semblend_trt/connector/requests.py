@@ -240,8 +240,7 @@ class RequestTable(OrderedDict[int, TrackedRequest]):
 
     def scheduled(self, request_id: int, *, loads: bool = False) -> TrackedRequest | None:
         """Return the request, which runs in this iteration; with `loads` its donors are read in it."""
-        request = self.get(request_id)
-        if request is not None:
+        if (request := self.get(request_id)) is not None:
             request.last_heard = self._iteration
             request.is_scheduled, request.forward_failed = True, False
             self.move_to_end(request.request_id)
@@ -274,8 +273,7 @@ def fit_to_blocks(tracked: TrackedRequest, request: EngineRequest, block_ids: Se
 
     If the blocks do not fit the plan, the wrapper computes the matched tokens. A stock engine cannot: its plan stays
     without blocks, and its load fails alike on every rank."""
-    plan = tracked.plan
-    if plan is None:
+    if (plan := tracked.plan) is None:
         return
     taken = plan.matched_tokens
     if len(block_ids) * plan.block_size < plan.prompt_length:

@@ -136,8 +136,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     @never_raises(lambda: None)
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Learn the request's blocks, and how much of its plan the engine took."""
-        tracked = self._requests.get(int(request.request_id))
-        if tracked is None:
+        if (tracked := self._requests.get(int(request.request_id))) is None:
             return
         if (lookup := self._lookup) is not None:
             shared, copied = divmod(tracked.num_computed_tokens, lookup.pool.geometry.block_size)
@@ -169,8 +168,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
     @never_raises(lambda: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Record the request's outcome; True if its KV is being saved and its blocks must be held."""
-        tracked = self._requests.get(int(request.request_id))
-        if tracked is None:
+        if (tracked := self._requests.get(int(request.request_id))) is None:
             return False
         try:
             self.take_events()  # while it is tracked: what its check found may be among the events
@@ -329,8 +327,7 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
             if (checked := self._requests.get(evidence.request_id)) is not None:
                 checked.evidence = evidence
         while self._runtime.failed_loads:
-            failed = self._requests.get(self._runtime.failed_loads.popleft())
-            if failed is not None:
+            if (failed := self._requests.get(self._runtime.failed_loads.popleft())) is not None:
                 failed.load_failed = True
                 failed.release_leases()
                 if self.donor_index is not None and failed.plan is not None:
