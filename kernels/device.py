@@ -93,8 +93,7 @@ def wait(stream: Stream | None, events: Iterable[Event | None]) -> None:
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Return how long `call` takes, with the work that it queues on the current stream, which is idle before."""
-    stream = current_stream(device)
-    if stream is None:
+    if (stream := current_stream(device)) is None:
         began = time.perf_counter()
         call()
         return time.perf_counter() - began

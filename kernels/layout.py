@@ -419,8 +419,7 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def all_to_device(vectors: Sequence[torch.Tensor], device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """Copy vectors of one dtype as `to_device` does, in one copy: each costs the host as much as some kernels."""
-    joined = to_device(torch.cat(tuple(vectors)), device)
-    return torch.split(joined, [len(each) for each in vectors])
+    return torch.split(to_device(torch.cat(tuple(vectors)), device), [len(each) for each in vectors])
 
 
 def check_rows(tensors: dict[str, torch.Tensor], heads: int, kv: PoolLayer, sequences: Sequence[SequenceRows]) -> None:
@@ -459,8 +458,7 @@ def _covered_rows(sequences: Sequence[SequenceRows], num_blocks: int, geometry: 
         if sequence.first_row != rows:
             raise ValueError(f"sequences[{index}].first_row is {sequence.first_row}; {rows} is the next free row")
         rows += sequence.count
-        highest = int(sequence.host_block_ids.numpy().max())
-        if highest >= num_blocks:
+        if (highest := int(sequence.host_block_ids.numpy().max())) >= num_blocks:
             raise ValueError(
                 f"sequences[{index}].block_ids reach {highest}, outside 0..{num_blocks - 1}, the blocks of the pool"
             )
