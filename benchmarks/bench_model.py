@@ -96,8 +96,7 @@ class Prompts:
         self._random = np.random.default_rng(seed)
 
     def fresh(self, tokens: int) -> list[int]:
-        drawn: list[int] = self._random.integers(0, self._vocabulary, tokens).tolist()
-        return drawn
+        return list(self._random.integers(0, self._vocabulary, tokens).tolist())
 
     def document(self, size: int) -> list[int]:
         """Return the part that a donor and the shifted prompts of `size` tokens share."""

@@ -39,7 +39,6 @@ RUN_TOKENS = 64
 _CHARACTERS_A_CALL = 1 << 16
 # Factors of a window's tokens: a window's hash is their sum of products, modulo 2 ** 64.
 _FACTORS = np.random.default_rng(3).integers(0, 1 << 64, RUN_TOKENS, dtype=np.uint64)
-Mask = npt.NDArray[np.bool_]
 
 
 class Sizes(NamedTuple):
@@ -94,8 +93,7 @@ class Corpus:
 def cut(rng: np.random.Generator, text: TokenArray, length: int) -> TokenArray:
     """Return a copy of `length` tokens from a random place."""
     begin = int(rng.integers(0, len(text) - length + 1))
-    found: TokenArray = text[begin : begin + length].copy()
-    return found
+    return np.array(text[begin : begin + length])
 
 
 def read_corpus(path: Path, num_documents: int) -> Corpus:
@@ -132,7 +130,7 @@ def many_runs(prompt: TokenArray) -> Iterator[tuple[list[TokenArray], int]]:
     yield [np.concatenate([*parts[each::8], *parts[(each + 1) % 8 :: 8]]) for each in range(8)], len(prompt)
 
 
-def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> list[Mask]:
+def reusable_tokens(prompts: Sequence[TokenArray], donors: Iterable[TokenArray]) -> list[npt.NDArray[np.bool_]]:
     """Return for every prompt which of its tokens lie in a window of RUN_TOKENS tokens that is in some donor."""
     hashes = [_window_hashes(prompt) for prompt in prompts]
     known = np.unique(np.concatenate(hashes))

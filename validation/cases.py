@@ -213,8 +213,7 @@ class TokenisedCase:
 
 def equal_start(first: Sequence[object], second: Sequence[object]) -> int:
     """Count the items that both share from the first one on."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 class Tokeniser:
@@ -249,8 +248,7 @@ class Tokeniser:
         for case in cases:
             forced = self._tokenizer.encode(case.reference or "", add_special_tokens=False)[:MAX_FORCED_TOKENS]
             tokens = TokenisedCase(tuple(ids[donor] for donor in case.donors), ids[case.prompt], tuple(forced) or None)
-            room = max(self._max_tokens, MAX_FORCED_TOKENS)
-            self._check(case, "prompt", tokens.prompt, room)
+            self._check(case, "prompt", tokens.prompt, max(self._max_tokens, MAX_FORCED_TOKENS))
             for number, donor in enumerate(tokens.donors, start=1):
                 self._check(case, f"donor {number}", donor, 1)
             tokenised.append(tokens)
@@ -260,8 +258,7 @@ class Tokeniser:
         """Return how to answer: greedily up to the longest answer, or `forced` token by token; with logits."""
         if forced is not None:
             return forced_answer(forced)
-        stops = self.stop_token_ids
-        return SamplingParams(max_tokens=self._max_tokens, stop_token_ids=stops, return_generation_logits=True)
+        return SamplingParams(self._max_tokens, stop_token_ids=self.stop_token_ids, return_generation_logits=True)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return an answer's text without the mark that ends it and without space around it."""

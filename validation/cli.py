@@ -129,8 +129,7 @@ def parse_validation(given: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--repeat", type=int, default=1, metavar="N", help=repeat)
     gates = parser.add_argument_group("gates")
     for name, (default, what_for) in BOUNDS.items():
-        option = "--min-" + name.replace("_", "-")
-        gates.add_argument(option, type=type(default), default=default, help=what_for)
+        gates.add_argument(f"--min-{name.replace('_', '-')}", type=type(default), default=default, help=what_for)
     files = parser.add_argument_group("files")
     arguments.add(files, "--output", default=Path("results/trtllm-semblend.json"), help="JSON report")
     files.add_argument("--page", type=Path, help="HTML page (default: report.html beside the JSON)")
@@ -181,8 +180,7 @@ def run_validation(options: argparse.Namespace, command: str) -> bool:
         seconds=time.perf_counter() - began,
         notes=engines.notes,
     )
-    log = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
-    write_bytes(options.audit_path, log.encode())
+    write_bytes(options.audit_path, "".join(json.dumps(event, sort_keys=True) + "\n" for event in events).encode())
     results.write_json(options.output, report.to_dict())
     if page_path is not None:
         write_bytes(page_path, page(report, cases, engines.tokenizer).encode())

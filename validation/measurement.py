@@ -91,8 +91,7 @@ class _CaseServer:
         self._engines, self._settings = engines, settings
         self._tokeniser = Tokeniser(engines, settings.max_tokens)
         self._cases = list(cases)
-        ids = [case.id for case in cases]
-        self._tokens = dict(zip(ids, self._tokeniser.tokenise_all(cases), strict=True))
+        self._tokens = dict(zip([case.id for case in cases], self._tokeniser.tokenise_all(cases), strict=True))
 
     @contextmanager
     def _served(self, arm: Arm, settings: EngineSettings) -> Iterator[ArmServer]:

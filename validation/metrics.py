@@ -36,8 +36,7 @@ def token_f1(answer: str, reference: str) -> float:
     ours, theirs = normalised_words(answer), normalised_words(reference)
     if not ours or not theirs:
         return float(ours == theirs)
-    common = (Counter(ours) & Counter(theirs)).total()
-    return 2 * common / (len(ours) + len(theirs))
+    return 2 * (Counter(ours) & Counter(theirs)).total() / (len(ours) + len(theirs))
 
 
 def closeness(answer: str, reference: str) -> tuple[float, float, float]:

@@ -197,8 +197,7 @@ class QualityReport:
     def screen(self) -> list[str]:
         """Return headline, a table of what the reusing arms do, and figures, as lines of 80 columns."""
         [(_, headings, rows)] = self.grids()
-        table = ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows))
-        return wrapped(self, table)
+        return wrapped(self, ("".join(map(str.ljust, row, _WIDTHS)).rstrip() for row in (headings, *rows)))
 
     def grids(self) -> list[Grid]:
         """Return a table of what the reusing arms do, with a row for each line."""

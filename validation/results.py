@@ -109,8 +109,7 @@ class Results:
         """Add a figure. `holds` follows from value, goal and direction. Raises ValueError when the value is not finite.
         It shows the figure at once, so that a run that is cut short has shown what it measured."""
         value, goal = float(value), None if self.dry or goal is None else float(goal)
-        holds = meets(value, goal, better)
-        added = Row(name, value, unit, goal, better, holds, baseline, **asdict(self.measured))
+        added = Row(name, value, unit, goal, better, meets(value, goal, better), baseline, **asdict(self.measured))
         self.rows.append(added)
         if self._is_shown:
             say(_line(added))

@@ -453,8 +453,7 @@ def _profile(arguments: argparse.Namespace, output: Path, asked: Questions, stoc
     if profile.bounds:
         loosest = profile.bounds[-1]
         variables |= {"SEMBLEND_MAX_KL": str(loosest.max_kl), "SEMBLEND_RISK": str(loosest.risk)}
-    verified = serve(arguments.model, arguments.dtype, asked, WRAPPER, variables)
-    yield judge_verified(asked, stock, verified)
+    yield judge_verified(asked, stock, serve(arguments.model, arguments.dtype, asked, WRAPPER, variables))
 
 
 if __name__ == "__main__":

@@ -279,8 +279,7 @@ class TaskWriter(IterableDataset[Batch]):
         return self._encode(prompts.QUESTION_MARK + text + prompts.ANSWER_MARK + answer + prompts.END_MARK)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return list(self._tokenizer.encode(text).ids)
 
 
 def answer_weights(ids: NDArray[np.uint16]) -> NDArray[np.uint8]:
@@ -496,8 +495,7 @@ def main(values: list[str] | None = None) -> None:
         known: dict[str, Any] = {"arguments": given, "versions": versions(), "machine": describe(arguments.device)}
         known["text_sha256"] = hashlib.sha256(arguments.text.read_bytes()).hexdigest()
         log.write(json.dumps(known) + "\n")
-        probe = PlaceProbe(model.config.hidden_size, tokenizer)
-        Trainer(arguments, model, probe, log).run(streams)
+        Trainer(arguments, model, PlaceProbe(model.config.hidden_size, tokenizer), log).run(streams)
         save(model, tokenizer, arguments.out / "model")
 
 

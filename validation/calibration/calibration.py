@@ -352,9 +352,7 @@ def parse_confirm(given: Sequence[str]) -> argparse.Namespace:
     figures = ReuseProfile.read(parser.parse_args(given).profile).figures
     known = [figure for figure in figures if isinstance(figure, dict)]
     prompts = next((each for each in known if each.get("what") == "prompts"), {})
-    made_with: dict[str, Any] = {
-        name: value for name, value in prompts.items() if name in PROMPT_OPTIONS and isinstance(value, int)
-    }
+    made_with = {name: value for name, value in prompts.items() if name in PROMPT_OPTIONS and isinstance(value, int)}
     made_with["seed"] = made_with.get("seed", 0) + 2 * FRESH
     families = {each.get("family") for each in known if each.get("what") in ("observed", "confirmed")}
     # Others are of the maker's own prompts.
@@ -427,9 +425,8 @@ def run_confirm(options: argparse.Namespace, command: str) -> bool:
         raise ConfigurationError(f"{options.profile} cannot be confirmed here: {' '.join(differences)}")
     cases = [*prepared.cases(options.seed, 0, options.groups, candidate), *prepared.own(*range(4))]
     observer, lines = prepared.observer(cases), list[dict[str, Any]]()
-    bounds = list[ProfileBound | None](profile.bounds)
     # A profile of an earlier version has no bound; it is held to the loosest.
-    for bound in bounds or [None]:
+    for bound in profile.bounds or (None,):
         max_kl, risk = (MAX_KLS[-1], DEFAULT_RISK) if bound is None else (bound.max_kl, bound.risk)
         broken = broken_of(observer.served(candidate, cases, bound, f"confirm {max_kl:.2g} nats"), max_kl)
         tell(f"{max_kl:.2g} nats: over it were {shown(broken)}")
