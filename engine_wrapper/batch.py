@@ -24,7 +24,7 @@ from kernels.device import HostCopy
 from kernels.layout import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -79,7 +79,8 @@ class EngineForward:
 
     `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink and queries to the
     schedule's `mass`. `ranks` share the heads. `lowest` runs a schedule up to its check and returns the deviations.
-    `keys_per_row`: as for `works_of`."""
+    `keys_per_row`: as for `works_of`. `few_rows`: most rows of a forward that takes less time from layer 0 on than its
+    layers do one by one."""
 
     geometry: KvGeometry
     ranks: Ranks
@@ -87,6 +88,7 @@ class EngineForward:
     lowest: Callable[[LayerSchedule], torch.Tensor]
     max_rows: int | None = None
     keys_per_row: int = 0
+    few_rows: int = 0
 
     def hidden(
         self,
@@ -101,7 +103,8 @@ class EngineForward:
         every sample passes. They run before the host has read the samples. If one fails, others write over theirs."""
 
         def run(left: Sequence[SequenceWork]) -> torch.Tensor:
-            divided = [self.with_lowest_layers_run(work, device, sink) for work in left]
+            decided = self._decided(left, device, sink)
+            divided = [self.with_lowest_layers_run(work, device, sink) for work in decided]
             return self.outputs(divided, device, sink, input_ids)
 
         compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
@@ -140,12 +143,9 @@ class EngineForward:
     ) -> list[tuple[list[int], HostCopy]]:
         """Run the samples of works together; return their deviations on the way to the host, with the works' indices
         for each layer that compares."""
-        by_layer = dict[int, list[int]]()
-        for index in compared:
-            by_layer.setdefault(_layer_of(works[index]), []).append(index)
         return [
             (own, HostCopy(self._compare([works[index].sample(compared[index]) for index in own], layer, device)))
-            for layer, own in by_layer.items()
+            for layer, own in _by_layer(works, compared).items()
         ]
 
     def attention(
@@ -170,6 +170,27 @@ class EngineForward:
                     total[: len(earlier)] += earlier
                 found[number] = total
         return {number: HostCopy(total) for number, total in found.items()}
+
+    def _decided(
+        self, works: Sequence[SequenceWork], device: torch.device, sink: EvidenceSink | None
+    ) -> Sequence[SequenceWork]:
+        """Return works whose checks have decided, in their lowest layers alone, if they leave few rows at best."""
+        checked = [index for index, work in enumerate(works) if work.pending is not None]
+        kept = [work if work.pending is None else work.if_all_is_kept() for work in works]
+        if not checked or sum(len(work.positions) for work in kept) > self.few_rows:
+            return works
+        left, num_layers = list(works), self.geometry.num_layers
+        for layer, own in _by_layer(works, checked).items():
+            rows = [works[index].together(num_layers).stop for index in own]
+            parts = [works[index].part(0, stop, 0) for index, stop in zip(own, rows, strict=True)]
+            found = self._compare(parts, layer, device).cpu().numpy()
+            ends = np.cumsum([len(part.pending.checked) for part in parts if part.pending is not None])
+            for index, deviations in zip(own, np.split(found, ends[:-1]), strict=True):
+                work, evidence = works[index].decide(deviations)
+                left[index] = work.above(layer, num_layers)
+                if sink is not None:
+                    sink(evidence)
+        return left
 
     def with_lowest_layers_run(
         self, work: SequenceWork, device: torch.device, sink: EvidenceSink | None
@@ -220,6 +241,14 @@ def _least_share(work: SequenceWork) -> float | None:
     """Return the share of the checked tokens that is computed if none deviates."""
     assert work.pending is not None
     return share_for(work.pending.check, 0.0)
+
+
+def _by_layer(works: Sequence[SequenceWork], indices: Iterable[int]) -> dict[int, list[int]]:
+    """Return indices of works by the layer in which their rows are compared."""
+    found = dict[int, list[int]]()
+    for index in indices:
+        found.setdefault(_layer_of(works[index]), []).append(index)
+    return found
 
 
 def _layer_of(work: SequenceWork) -> int:

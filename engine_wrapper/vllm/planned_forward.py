@@ -20,7 +20,7 @@ from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, measured, raise_difference, sample_difference
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored, takes_whole_graphs
 from engine_wrapper.vllm.decoder import check_rotation
-from engine_wrapper.vllm.graphs import WholeGraphs
+from engine_wrapper.vllm.graphs import MOST_ROWS, WholeGraphs
 from engine_wrapper.vllm.hooks import StepGraphs, replace_forward
 from engine_wrapper.vllm.refusals import sample_refusal
 from kernels.device import HostCopy
@@ -150,7 +150,8 @@ class PlannedForward:
             with VllmRows(self._parts, schedule, self._sparse) as rows:
                 return follow(rows, schedule, geometry.num_layers, ranks)
 
-        forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW)
+        few_rows = 0 if self._wholes is None else MOST_ROWS
+        forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW, few_rows)
         return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> tuple[Batch, list[list[int]]]:

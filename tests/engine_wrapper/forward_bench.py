@@ -49,14 +49,14 @@ class Bench:
         tokens = tuple(plan.prompt_token_ids.tolist())
         return replace(self.slice(plan.request_id, tokens, plan.prefix_end, end), plan=plan)
 
-    def run(self, *slices, max_rows=None, keys_per_row=0):
+    def run(self, *slices, max_rows=None, keys_per_row=0, few_rows=0):
         """Logits of each slice; in forwards of at most `max_rows` rows."""
         self.evidence, self.lowest, self.weighed, self.forwards = [], [], 0, 0
         works = works_of(slices, NUM_LAYERS, keys_per_row)
-        hidden = self.engine(max_rows).hidden(works, torch.device(DEVICE), self.evidence.append)
+        hidden = self.engine(max_rows, few_rows).hidden(works, torch.device(DEVICE), self.evidence.append)
         return list(self.forward.logits(hidden).split([len(slice_.token_ids) for slice_ in slices]))
 
-    def engine(self, max_rows=None):
+    def engine(self, max_rows=None, few_rows=0):
         """The forwards of an engine, which count themselves."""
 
         def run(schedule, sink):
@@ -67,7 +67,7 @@ class Bench:
             self.lowest += schedule.check.works
             return self.forward.lowest(schedule)
 
-        return EngineForward(self.geometry, self.ranks, run, lowest, max_rows)
+        return EngineForward(self.geometry, self.ranks, run, lowest, max_rows, few_rows=few_rows)
 
     @torch.inference_mode()
     def reference(self, tokens):

@@ -60,16 +60,15 @@ def test_parts_write_decide_and_answer_what_one_forward_does(bench, make_plan, t
     plan = make_plan(tokens_of(LENGTH, 1), SPANS, request_id=1, **TERMS[terms])
     bystander = bench.slice(2, tokens_of(25, seed=8))
     found = []
-    for max_rows in (None, MAX_ROWS):
+    for options in ({}, {"max_rows": MAX_ROWS}, {"few_rows": LENGTH}):
         bench.clear()
         place_donor(bench, plan)
-        logits = bench.run(bench.planned(plan), bystander, max_rows=max_rows)
-        found.append((logits, bench.kv(1)[:, :, :, :LENGTH], bench.evidence))
-    assert len(bench.lowest) >= 4
-    (wanted, kv, evidence), (logits, parts_kv, parts_evidence) = found
-    assert all(close(each, other) for each, other in zip(logits, wanted, strict=True))
-    assert close(parts_kv, kv)
-    assert alike(parts_evidence, evidence)
+        logits = bench.run(bench.planned(plan), bystander, **options)
+        found.append(([*logits, bench.kv(1)[:, :, :, :LENGTH]], bench.evidence, len(bench.lowest)))
+    (wanted, evidence, _), (_, _, parts), (_, _, decided) = found
+    assert (parts >= 4, decided) == (True, plan.is_checked)
+    assert all(close(each, other) for own, *_ in found for each, other in zip(own, wanted, strict=True))
+    assert all(alike(own, evidence) for _, own, _ in found)
     assert len(evidence) == (1 if plan.is_checked else 0)
 
 
@@ -109,15 +108,14 @@ def test_windows_in_which_a_sampled_token_deviates_are_checked_as_without_a_samp
         kv[1:, :, :, start + 2 : start + 7] = other[1:, :, :, start + 2 : start + 7]
     for check in (SAMPLED, replace(SAMPLED, sample_every=0)):
         plan = make_plan(tokens, SPANS, check=check)
-        for max_rows in (None, MAX_ROWS):
+        for options in ({}, {"max_rows": MAX_ROWS}, {"few_rows": LENGTH}):
             bench.clear()
             bench.place(1, kv, *SPANS)
-            (logits,) = bench.run(bench.planned(plan), max_rows=max_rows, keys_per_row=keys_per_row)
+            (logits,) = bench.run(bench.planned(plan), keys_per_row=keys_per_row, **options)
             assert close(logits, wanted[plan.prefix_end :])
             found.append((logits, bench.evidence))
-    (whole, [evidence]), (parts, [in_parts]), (_, [dense]), _ = found
-    assert close(parts, whole)
-    assert alike([in_parts], [evidence])
+    (whole, [evidence]), *parts, (_, [dense]), _, _ = found
+    assert all(close(own, whole) and alike(told, [evidence]) for own, told in parts)
     checked = [min(end - start, 12) for start, end in SPANS]
     assert (evidence.checked_tokens, dense.checked_tokens) == (sum(checked), dense.offered_tokens)
     assert evidence.sampled_tokens > 0

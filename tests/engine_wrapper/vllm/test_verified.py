@@ -99,9 +99,10 @@ def in_the_embedded_engine(profile, tmp_path, families, **own):
     "In vLLM a check's sample finds what it does in the embedded engine, in chunks and beside other plans; where "
     "our attention cannot stand for vLLM's, every token is checked",
 )
-@pytest.mark.every_version
-def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_captured", [pytest.param(False, marks=pytest.mark.every_version), True])
+def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_path, monkeypatch, is_captured):
     expected = in_the_embedded_engine(sampled["profile"], tmp_path, FAMILIES)
+    captured = capture_on_a_cpu(monkeypatch) if is_captured else []
     served = engine("boundary", sampled, max_num_batched_tokens=128, max_num_seqs=4)
     rows = watched(monkeypatch, VllmRows, "enter", lambda _, __, stage, **___: stage.num_rows)
     monkeypatch.setattr(deviation_check, "ROWS_PER_GAP", 1000)
@@ -115,6 +116,7 @@ def test_samples_find_what_they_do_in_the_embedded_engine(engine, sampled, tmp_p
     assert any(checked == 0 < sample < offered / 2 for offered, sample, checked, *_ in found[:GROUPS])
     assert all(0 < sample < checked < recomputed for _, sample, checked, recomputed in found[GROUPS:])
     assert max(rows) <= served.core.scheduler.max_num_scheduled_tokens
+    assert bool(captured) == is_captured
 
 
 @pytest.mark.promise("policies", "If a check compares its sample...")
