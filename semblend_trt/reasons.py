@@ -246,6 +246,8 @@ TEXTS[Scope.FAULT] = {
     "self_check": "The first prompt comes out otherwise than the engine's own; the model is given back.",
     "planned_forward": "A plan could not be executed; all that was promised is computed, and nothing is reused from "
     "then on.",
+    "whole_graph": "vLLM: planned rows could not be captured or replayed as one CUDA graph; vLLM's own graphs run "
+    "them from then on.",
     "plan_not_executed": "A forward ran without its plans; in TensorRT-LLM their requests fail, vLLM and SGLang "
     "begin them again. Nothing is reused from then on.",
 }

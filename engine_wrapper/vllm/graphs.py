@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from engine_wrapper.vllm.hooks import forward_context, replaced_backend
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _ROWS, _SEQUENCES = (64, 128, 192, 256), (4, 16, 64)
 MOST_ROWS = _ROWS[-1]
 # What has a number for each row.
 _OF_ROWS = ("input_ids", "positions", "slot_mapping")
+_FAULT = "whole_graph"
 
 
 class _Captured(NamedTuple):
@@ -48,8 +50,6 @@ class WholeGraphs:
 
     `queries`: those of the last forward that kept them, [kept layers, rows and padding, heads, head_dim]."""
 
-    queries: torch.Tensor
-
     def __init__(
         self,
         forward: Callable[..., torch.Tensor],
@@ -57,12 +57,13 @@ class WholeGraphs:
         attention: Sequence[Any],
         longest: int,
         blocks: int,
+        faults: Counter[str],
     ) -> None:
         """`forward`: the model's. `names`, `attention`: its layers'. `longest`: of a sequence, in tokens and blocks."""
         self._forward, self._names, self._attention = forward, names, attention
-        self._longest, self._blocks = longest, blocks
+        self._longest, self._blocks, self._faults = longest, blocks, faults
         self._captured: dict[tuple[int, ...], _Captured] = {}
-        self._has_failed = False
+        self.queries = torch.empty(0)
 
     def replay(
         self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Any, adapters: int, kept: range
@@ -72,7 +73,7 @@ class WholeGraphs:
         `metadata`: FlashAttention's, its sequences padded by `room_for`. `adapters`: kinds of rows that LoRA's kernels
         tell apart. `kept`: layers whose `queries` are kept. Call it within vLLM's forward context."""
         room = room_for(len(input_ids), len(metadata.seq_lens))
-        if room is None or self._has_failed:
+        if room is None or self._faults[_FAULT]:
             return None
         key, given = (*room, adapters, len(kept)), _tensors(metadata) | {"input_ids": input_ids, "positions": positions}
         try:
@@ -85,8 +86,8 @@ class WholeGraphs:
                 inputs[name][tuple(map(slice, each.shape))] = each
             graph.replay()
         except Exception:
-            logger.warning("whole forwards are not captured on this engine", exc_info=True)
-            self._has_failed = True
+            logger.warning("whole forwards are not captured on this engine from now on", exc_info=True)
+            self._faults[_FAULT] += 1
             return None
         return output
 
@@ -95,7 +96,7 @@ class WholeGraphs:
         """Have a forward keep the queries of some layers, which all graphs write to the same place."""
 
         def attend(layer: int, stock: Any, attention: Any, queries: torch.Tensor, *kv: Any, **options: Any) -> Any:
-            if not hasattr(self, "queries"):
+            if not self.queries.numel():
                 self.queries = queries.new_empty(len(layers), MOST_ROWS, *queries.shape[1:])
             self.queries[layer, : len(queries)] = queries
             return stock(attention, queries, *kv, **options)

@@ -67,9 +67,9 @@ class PlannedForward:
         self._stock = runner.model.forward
         self._sparse = False
         self._graphs: StepGraphs  # those of the step that is proven
-        longest = parts.longest, parts.geometry.blocks_for(parts.longest)
+        known = parts.longest, parts.geometry.blocks_for(parts.longest), runtime.faults
         is_whole = takes_whole_graphs(parts.builder) and not any(parts.chunks)
-        self._wholes = WholeGraphs(self._stock, parts.names, parts.attention, *longest) if is_whole else None
+        self._wholes = WholeGraphs(self._stock, parts.names, parts.attention, *known) if is_whole else None
         # The running step's requests by vLLM's id, set before its forward.
         self.step: Mapping[str, Scheduled] = {}
         self._undo = replace_forward(runner.model, self._forward)
