@@ -103,8 +103,7 @@ class EngineForward:
         every sample passes. They run before the host has read the samples. If one fails, others write over theirs."""
 
         def run(left: Sequence[SequenceWork]) -> torch.Tensor:
-            decided = self._decided(left, device, sink)
-            divided = [self.with_lowest_layers_run(work, device, sink) for work in decided]
+            divided = [self._above_lowest(work, device) for work in self._decided(left, device, sink)]
             return self.outputs(divided, device, sink, input_ids)
 
         compared = {index: found for index, work in enumerate(works) if len(found := work.sampled_tokens())}
@@ -173,16 +172,15 @@ class EngineForward:
 
     def _decided(
         self, works: Sequence[SequenceWork], device: torch.device, sink: EvidenceSink | None
-    ) -> Sequence[SequenceWork]:
-        """Return works whose checks have decided, in their lowest layers alone, if they leave few rows at best."""
-        checked = [index for index, work in enumerate(works) if work.pending is not None]
-        kept = [work if work.pending is None else work.if_all_is_kept() for work in works]
-        if not checked or sum(len(work.positions) for work in kept) > self.few_rows:
-            return works
+    ) -> list[SequenceWork]:
+        """Return works after the checks that lowest layers decide alone: those of too many rows for a forward, and all
+        if few rows are certain to go on. `sink` gets the evidence, and the host waits."""
         left, num_layers = list(works), self.geometry.num_layers
-        for layer, own in _by_layer(works, checked).items():
-            rows = [works[index].together(num_layers).stop for index in own]
-            parts = [works[index].part(0, stop, 0) for index, stop in zip(own, rows, strict=True)]
+        certain = [work if work.pending is None else work.if_all_is_kept() for work in works]
+        are_few = sum(len(work.positions) for work in certain) <= self.few_rows
+        pending = [index for index, work in enumerate(works) if work.pending is not None]
+        for layer, own in _by_layer(works, [each for each in pending if are_few or self._is_long(works[each])]).items():
+            parts = [works[index].part(0, works[index].together(num_layers).stop, 0) for index in own]
             found = self._compare(parts, layer, device).cpu().numpy()
             ends = np.cumsum([len(part.pending.checked) for part in parts if part.pending is not None])
             for index, deviations in zip(own, np.split(found, ends[:-1]), strict=True):
@@ -192,19 +190,17 @@ class EngineForward:
                     sink(evidence)
         return left
 
-    def with_lowest_layers_run(
-        self, work: SequenceWork, device: torch.device, sink: EvidenceSink | None
-    ) -> SequenceWork:
-        """Return `work`, or its rest, such that `micro_batches` can divide it. Most works need nothing. For others the
-        lowest layers of their parts run, `sink` gets the evidence, and the host waits."""
-        num_layers, most = self.geometry.num_layers, self.max_rows
-        while most is not None and len(work.positions) > most <= len(rows := work.together(num_layers)):
+    def _is_long(self, work: SequenceWork) -> bool:
+        """Return whether more rows have to stay together than a forward takes."""
+        most = self.max_rows
+        return most is not None and len(work.positions) > most <= len(work.together(self.geometry.num_layers))
+
+    def _above_lowest(self, work: SequenceWork, device: torch.device) -> SequenceWork:
+        """Return `work`, or its rest once the lowest layers of its parts have run, such that it can be divided."""
+        num_layers = self.geometry.num_layers
+        while self._is_long(work):
             layer = _layer_of(work)
-            found = self._compare([work.part(0, rows.stop, 0)], layer, device)
-            if work.pending is not None:
-                work, evidence = work.decide(found.cpu().numpy())
-                if sink is not None:
-                    sink(evidence)
+            self._compare([work.part(0, work.together(num_layers).stop, 0)], layer, device)
             work = work.above(layer, num_layers)
         return work
 

@@ -28,7 +28,7 @@ from tests.engine_wrapper.sglang.conftest import serving
 from tests.engine_wrapper.watching import failing
 
 INSIDE = [
-    *((batch_module, "works_of"), (EngineForward, "hidden"), (EngineForward, "with_lowest_layers_run")),
+    *((batch_module, "works_of"), (EngineForward, "hidden"), (EngineForward, "_decided")),
     *((planned_forward, name) for name in ("micro_batches", "schedule_of", "follow_all")),
     *((rows, name) for name in ("rows_batch", "in_forward", "write_rows", "sparse_prefill", "take_fresh")),
     *((SglangRows, name) for name in ("__init__", "__enter__", "enter", "run", "compare", "_attend", "output")),
