@@ -79,8 +79,8 @@ class EngineForward:
 
     `run` returns the output rows, [rows, hidden], and gives the checks' evidence to a sink and queries to the
     schedule's `mass`. `ranks` share the heads. `lowest` runs a schedule up to its check and returns the deviations.
-    `keys_per_row`: as for `works_of`. `few_rows`: most rows of a forward that takes less time from layer 0 on than its
-    layers do one by one."""
+    `keys_per_row`: as for `works_of`. `few_rows`: up to this number rows run faster in a new forward than layer by
+    layer."""
 
     geometry: KvGeometry
     ranks: Ranks
@@ -120,8 +120,8 @@ class EngineForward:
         masses = self.attention(surely, device, input_ids)
         left, known = list(works), dict[int, "CheckEvidence | None"]()
         for indices, deviations in queued:
-            ends = np.cumsum([len(compared[index]) for index in indices])
-            for index, own in zip(indices, np.split(deviations.read(), ends[:-1]), strict=True):
+            parts = _split(deviations.read(), [len(compared[index]) for index in indices])
+            for index, own in zip(indices, parts, strict=True):
                 left[index], known[index] = works[index].after_sample(compared[index], own)
         asked = [index for index, work in enumerate(left) if work.pending is not None and work.pending.share]
         further = {index: expected[index] for index in asked if index not in masses}
@@ -176,14 +176,13 @@ class EngineForward:
         """Return works after the checks that lowest layers decide alone: those of too many rows for a forward, and all
         if few rows are certain to go on. `sink` gets the evidence, and the host waits."""
         left, num_layers = list(works), self.geometry.num_layers
-        certain = [work if work.pending is None else work.if_all_is_kept() for work in works]
-        are_few = sum(len(work.positions) for work in certain) <= self.few_rows
-        pending = [index for index, work in enumerate(works) if work.pending is not None]
-        for layer, own in _by_layer(works, [each for each in pending if are_few or self._is_long(works[each])]).items():
-            parts = [works[index].part(0, works[index].together(num_layers).stop, 0) for index in own]
-            found = self._compare(parts, layer, device).cpu().numpy()
-            ends = np.cumsum([len(part.pending.checked) for part in parts if part.pending is not None])
-            for index, deviations in zip(own, np.split(found, ends[:-1]), strict=True):
+        checked = {index: sum(work.pending.lengths) for index, work in enumerate(works) if work.pending is not None}
+        are_few = sum(len(work.positions) for work in works) - sum(checked.values()) <= self.few_rows
+        deciding = [index for index in checked if are_few or self._is_long(works[index])]
+        for layer, own in _by_layer(works, deciding).items():
+            found = self._compare([works[index].lowest_rows(num_layers) for index in own], layer, device)
+            parts = _split(found.cpu().numpy(), [checked[index] for index in own])
+            for index, deviations in zip(own, parts, strict=True):
                 work, evidence = works[index].decide(deviations)
                 left[index] = work.above(layer, num_layers)
                 if sink is not None:
@@ -200,7 +199,7 @@ class EngineForward:
         num_layers = self.geometry.num_layers
         while self._is_long(work):
             layer = _layer_of(work)
-            self._compare([work.part(0, work.together(num_layers).stop, 0)], layer, device)
+            self._compare([work.lowest_rows(num_layers)], layer, device)
             work = work.above(layer, num_layers)
         return work
 
@@ -237,6 +236,11 @@ def _least_share(work: SequenceWork) -> float | None:
     """Return the share of the checked tokens that is computed if none deviates."""
     assert work.pending is not None
     return share_for(work.pending.check, 0.0)
+
+
+def _split(values: npt.NDArray[np.float32], counts: Sequence[int]) -> list[npt.NDArray[np.float32]]:
+    """Return parts of `values` of these lengths."""
+    return np.split(values, np.cumsum(counts)[:-1])
 
 
 def _by_layer(works: Sequence[SequenceWork], indices: Iterable[int]) -> dict[int, list[int]]:

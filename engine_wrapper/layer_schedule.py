@@ -96,8 +96,8 @@ class LayerSchedule:
 
 
 class AttentionMass:
-    """The attention that the last rows of each work, `counts` of them, give to its tokens, over the upper half of the
-    layers, `layers`. `works` are those of the forward; some row must be counted."""
+    """The attention that the last rows of each work, `counts` of them, give to its tokens, over `layers`, the upper
+    half. `works` are those of the forward; some row must be counted."""
 
     def __init__(self, works: Sequence[SequenceWork], counts: Sequence[int], num_layers: int) -> None:
         ends = np.cumsum([len(work.positions) for work in works]).tolist()

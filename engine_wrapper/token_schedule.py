@@ -68,6 +68,10 @@ class SequenceWork:
         pending = None if self.pending is None else self.pending.within(start, stop)
         return replace(self._of(slice(start, stop)), outputs=outputs, pending=pending)
 
+    def lowest_rows(self, num_layers: int) -> SequenceWork:
+        """Return the rows up to the last that is compared, or leaves early, without outputs."""
+        return self.part(0, self.together(num_layers).stop, 0)
+
     def above(self, layer: int, num_layers: int) -> SequenceWork:
         """Return the rows that are computed above `layer`, or in the last layer. The check must have decided."""
         assert self.pending is None
