@@ -96,7 +96,8 @@ class Prompts:
         self._random = np.random.default_rng(seed)
 
     def fresh(self, tokens: int) -> list[int]:
-        return list(self._random.integers(0, self._vocabulary, tokens).tolist())
+        drawn: list[int] = self._random.integers(0, self._vocabulary, tokens).tolist()
+        return drawn
 
     def document(self, size: int) -> list[int]:
         """Return the part that a donor and the shifted prompts of `size` tokens share."""

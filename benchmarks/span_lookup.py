@@ -93,7 +93,8 @@ class Corpus:
 def cut(rng: np.random.Generator, text: TokenArray, length: int) -> TokenArray:
     """Return a copy of `length` tokens from a random place."""
     begin = int(rng.integers(0, len(text) - length + 1))
-    return np.array(text[begin : begin + length])
+    found: TokenArray = text[begin : begin + length].copy()
+    return found
 
 
 def read_corpus(path: Path, num_documents: int) -> Corpus:

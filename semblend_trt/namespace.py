@@ -89,8 +89,10 @@ class CacheNamespace:
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in (*_TEXT_FIELDS, "quantization", "adapter"):
-            if name in _TEXT_FIELDS or getattr(self, name) is not None:
+        for name in _TEXT_FIELDS:
+            _check_text(name, getattr(self, name))
+        for name in ("quantization", "adapter"):
+            if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
         _check_count("block_size", self.block_size)
         object.__setattr__(self, "tensor_parallel", _frozen("tensor_parallel", _checked_parallel(self.tensor_parallel)))

@@ -186,8 +186,10 @@ class Asked:
         del self.rows[answered:]  # rows of a step that the engine computes again
         self.rows.append(logits.float().cpu().clone())
         if answered < len(self.forced):
-            others = torch.arange(len(logits), device=logits.device) != self.forced[answered]
-            logits.masked_fill_(others, -torch.inf)
+            token = self.forced[answered]
+            kept = logits[token].clone()
+            logits[:] = -torch.inf
+            logits[token] = kept
 
     def has_token(self) -> None:
         """Note the time of the first token."""

@@ -279,7 +279,8 @@ class TaskWriter(IterableDataset[Batch]):
         return self._encode(prompts.QUESTION_MARK + text + prompts.ANSWER_MARK + answer + prompts.END_MARK)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
 
 
 def answer_weights(ids: NDArray[np.uint16]) -> NDArray[np.uint8]:

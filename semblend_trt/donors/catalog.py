@@ -73,7 +73,8 @@ class EvictionPolicy(Generic[HistoryT_contra]):
 
     def removed(self, donor_id: str, *, evicted: bool = False) -> None:
         """Remove a donor that left this tier; `evicted` when it had to make room."""
-        if (rank := self._discard(donor_id)) is not None and evicted:
+        rank = self._discard(donor_id)
+        if evicted and rank is not None:
             self.floor = max(self.floor, rank[0])
 
     def candidates(self) -> Iterator[str]:
