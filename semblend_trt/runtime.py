@@ -234,6 +234,7 @@ class Runtime:
     - `is_forward_open`: stays set if a forward fails.
     - `faults`: failed calls of the engine, by name.
     - `weights`: there if the worker knows the model; `weights_changes` counts their changes.
+    - `are_weights_checked`: by a look-up, for the plans of the next forward.
     - `costs`: what plans take, once the engine has measured it."""
 
     active_plans: ActivePlans = field(default_factory=ActivePlans)
@@ -255,6 +256,7 @@ class Runtime:
     faults: Counter[str] = field(default_factory=Counter)
     weights: Weights | None = None
     weights_changes: int = 0
+    are_weights_checked: bool = False
     costs: CostModel | None = None
     adapters: dict[int, AdapterWeights] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)

@@ -265,8 +265,9 @@ class SemBlendKvConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[m
         if refusal is not None:
             return TrackedRequest.refused(request_id, num_computed_tokens, refusal)
         tracked = self._serve().look_up(request, request_id, num_computed_tokens)
-        if tracked.plan is not None:  # the worker looks at the weights before every forward
+        if tracked.plan is not None:
             self._runtime.check_weights()
+            self._runtime.are_weights_checked = True
             if self._runtime.weights_changes != self._weights_changes:
                 self._let_go(tracked)
                 return self._look_up(request, request_id, num_computed_tokens)

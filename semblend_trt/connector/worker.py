@@ -213,12 +213,14 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._completed_iteration = self._iteration
         self._iteration += 1
         runtime.is_forward_open = True
-        self._check_weights()
+        are_checked, runtime.are_weights_checked = runtime.are_weights_checked, False
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other must not have it applied twice
         metadata = readable_metadata(bound, runtime)
         if metadata is None:
             return
+        if metadata.plans and not are_checked:
+            self._check_weights()
         self._make_room(metadata.commands)
         self._follow(metadata)
         with on(stream):
@@ -255,6 +257,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self._make_room(commands)
                 self._await_launch(commands)
         # Only now has the forward been launched, which the saver's thread would hold up.
+        self._check_weights()
         waiting, self._waiting = self._waiting, []
         for commands, loaded in waiting:
             assert self.saver is not None
@@ -320,12 +323,18 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 followed.iteration = self._iteration
 
     def _check_weights(self) -> None:
+        """Refuse all reuse if new weights bring other scales. Raises nothing: ended requests wait for the caller."""
         runtime = self._runtime
         runtime.check_weights()
         if runtime.weights_changes == self._weights_changes:
             return
         self._weights_changes = runtime.weights_changes
-        if self._have_scales_changed():
+        try:
+            have_changed = self._have_scales_changed()
+        except Exception:
+            logger.exception("the scales of the fp8 cache cannot be read; they count as changed")
+            have_changed = True
+        if have_changed:
             logger.error("KV reuse is off: the new weights bring other scales of the fp8 cache; restart the engine")
             runtime.refusal = runtime.refusal or "kv_scales"
 

@@ -37,7 +37,7 @@ INSIDE = [
 ]
 BEFORE = [
     *((worker_module, name) for name in ("readable_metadata", "agree_on_loads")),
-    *((SemBlendKvConnectorWorker, name) for name in ("_make_room", "_follow", "_load", "_check_weights")),
+    *((SemBlendKvConnectorWorker, name) for name in ("_make_room", "_follow", "_load")),
     *((PlanLoader, name) for name in ("load", "_prepare", "_issue")),
     *((DonorStore, "reading"), (load_module, "prepared"), (load_module, "moves_of"), (load_module, "target_of")),
 ]

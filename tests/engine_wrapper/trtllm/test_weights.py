@@ -52,7 +52,8 @@ def test_ranks_drop_what_is_stale_in_one_step(tiny_qwen2_path, ranks_that_load):
     assert (tokens[1], tokens[2], tokens[4]) == (90, 0, 90)
 
 
-def test_new_scales_of_an_fp8_cache_end_reuse(tiny_qwen2_path):
+@pytest.mark.parametrize("are_readable", [True, False])
+def test_new_scales_of_an_fp8_cache_end_reuse(tiny_qwen2_path, monkeypatch, are_readable):
     service = Service(tiny_qwen2_path, kv_dtype=torch.float8_e4m3fn)
     service.serve(LlmRequest(1, [*DOCUMENT, *text(1, 5)]))
     load(service, 1.1)
@@ -61,6 +62,8 @@ def test_new_scales_of_an_fp8_cache_end_reuse(tiny_qwen2_path):
     backend = service.executor.model_engine.model.model.layers[1].self_attn.attn
     backend.kv_scale_quant_orig.mul_(2)
     backend.kv_scale_orig_quant.div_(2)
+    if not are_readable:
+        monkeypatch.setattr(service.worker, "_kv_scales", lambda: 1 / 0)
     load(service, 1.1)
     for request_id in (3, 4):
         service.serve(LlmRequest(request_id, [*DOCUMENT, *text(request_id, 5)]))
