@@ -9,8 +9,11 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 T = TypeVar("T")
@@ -56,11 +59,12 @@ class KvGeometry:
         return -(-tokens // self.block_size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayeredPool:
     """A pool whose layers lie apart, as vLLM's do: K and V of each layer, or K as the one latent row of MLA.
 
-    Each is [blocks, kv_heads, block_size, head_dim] with any strides. `shape` is that of the pool in one tensor."""
+    Each is [blocks, kv_heads, block_size, head_dim] with any strides. `shape` is that of the pool in one tensor. What
+    all planes have is read once, because every move of a forward asks for it."""
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...] = ()
@@ -69,6 +73,31 @@ class LayeredPool:
     def kinds(self) -> tuple[tuple[torch.Tensor, ...], ...]:
         """K, then V, of all layers; or the latent rows alone."""
         return (self.keys, self.values) if self.values else (self.keys,)
+
+    @cached_property
+    def planes(self) -> tuple[torch.Tensor, ...]:
+        """K, then V, of all layers."""
+        return tuple(plane for kind in self.kinds for plane in kind)
+
+    @cached_property
+    def forms(self) -> set[tuple[Any, ...]]:
+        """Shape, dtype and device of the planes, which are all alike in a sound pool."""
+        return {(tuple(each.shape), each.dtype, each.device) for each in self.planes}
+
+    @cached_property
+    def strides(self) -> set[tuple[int, ...]]:
+        return {plane.stride() for plane in self.planes}
+
+    @cached_property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where the planes begin, int64 [layers, kv_factor]."""
+        found: npt.NDArray[np.int64] = np.array([[each.data_ptr() for each in kind] for kind in self.kinds], np.int64).T
+        return found
+
+    @cached_property
+    def storages(self) -> set[int]:
+        """Addresses of the planes' memory."""
+        return {plane.untyped_storage().data_ptr() for plane in self.planes}
 
     @property
     def device(self) -> torch.device:
@@ -127,9 +156,7 @@ class PagedKv:
     @property
     def planes(self) -> tuple[torch.Tensor, ...]:
         """All its memory: the pool, or K and V of each layer where the layers lie apart."""
-        if isinstance(self.pool, LayeredPool):
-            return tuple(plane for kind in self.pool.kinds for plane in kind)
-        return (self.pool,)
+        return self.pool.planes if isinstance(self.pool, LayeredPool) else (self.pool,)
 
     @property
     def memory(self) -> torch.Tensor:
@@ -215,7 +242,8 @@ class Move:
 
 def lie_alike(*each: Kv) -> bool:
     """Return whether, in each, K and V of all layers have the same strides: the Triton kernels know one set."""
-    return all(len({plane.stride() for plane in kv.planes}) == 1 for kv in each)
+    pools = (kv.pool for kv in each if isinstance(kv, PagedKv))
+    return all(len(pool.strides) == 1 for pool in pools if isinstance(pool, LayeredPool))
 
 
 def pool_view(pool: torch.Tensor, geometry: KvGeometry) -> torch.Tensor:
@@ -298,8 +326,7 @@ def check_pool(pool: Pool, geometry: KvGeometry, name: str = "pool") -> None:
     if isinstance(pool, LayeredPool):
         check_dtype(pool.dtype, name)
         row = (pool.shape[0], geometry.kv_heads, geometry.block_size, geometry.head_dim)
-        found = {(tuple(each.shape), each.dtype, each.device) for kind in pool.kinds for each in kind}
-        counts = [len(kind) for kind in pool.kinds]
+        counts, found = [len(kind) for kind in pool.kinds], pool.forms
         if found != {(row, pool.dtype, pool.device)} or counts != [geometry.num_layers] * geometry.kv_factor:
             raise ValueError(
                 f"{name} has {counts} layers of {sorted(map(str, found))}; {geometry.num_layers} of {list(row)} in "

@@ -142,7 +142,7 @@ class PlannedForward:
         def run(own: Batch, plans: Mapping[int, SemanticKvPlan], max_rows: int | None) -> torch.Tensor:
             return own.run(plans, [slots], self._forward(batch, max_rows))
 
-        planes = [plane for kind in parts.pool.kinds for plane in kind]
+        planes = parts.pool.planes
         kept = [plane.index_select(0, held) for plane in planes]
         try:
             stock = stock_rows(parts.runner, range_batch(batch, request.row, ids, 0, held))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kernels.device import triton_serves
@@ -173,7 +174,7 @@ def check_moves(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None:
     for (_, end), (start, _) in pairwise(ranges):
         if start < end:
             raise ValueError(f"two moves write target position {start}; target ranges must be disjoint")
-    if isinstance(target, PagedKv) and len(set(blocks := target.block_ids.tolist())) < len(blocks):
+    if isinstance(target, PagedKv) and len(target.block_ids) and np.bincount(target.block_ids.cpu().numpy()).max() > 1:
         raise ValueError("target.block_ids names a block twice; a block may hold one range of positions only")
     storages = _storages(target)
     for index, move in enumerate(moves):
@@ -196,7 +197,9 @@ def _check_layers(moves: Sequence[Move], target: Kv, rotation: Rotation) -> None
 
 
 def _storages(kv: Kv) -> set[int]:
-    return {plane.untyped_storage().data_ptr() for plane in kv.planes}
+    if isinstance(kv, PagedKv) and isinstance(kv.pool, LayeredPool):
+        return kv.pool.storages
+    return {kv.memory.untyped_storage().data_ptr()}
 
 
 def _slots(kv: Kv, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
