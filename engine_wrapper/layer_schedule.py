@@ -78,7 +78,8 @@ class LayerSchedule:
     @property
     def positions(self) -> torch.Tensor:
         """The positions of the first stage's rows, int64 [rows]."""
-        return torch.cat([sequence.positions for sequence in self.stages[0].sequences])
+        own = [sequence.positions for sequence in self.stages[0].sequences]
+        return torch.cat(own) if len(own) > 1 else own[0]
 
     def layers_of_stages(self, num_layers: int) -> Iterator[tuple[Stage, range]]:
         """Yield each stage with its layers below the check; the last stage may have none."""
