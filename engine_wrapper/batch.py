@@ -11,7 +11,7 @@ because the parts' hidden rows are not kept."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -73,6 +73,13 @@ def micro_batches(works: Sequence[SequenceWork], num_layers: int | None, max_row
     return found
 
 
+@dataclass(slots=True)
+class LastSamples:
+    """Whether all samples passed in an engine's last forward that had some. The next ones most likely end alike."""
+
+    have_passed: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class EngineForward:
     """How one engine runs a schedule of at most `max_rows` rows on its device.
@@ -89,6 +96,7 @@ class EngineForward:
     max_rows: int | None = None
     keys_per_row: int = 0
     few_rows: int = 0
+    last_samples: LastSamples = field(default_factory=LastSamples)
 
     def hidden(
         self,
@@ -100,7 +108,8 @@ class EngineForward:
         """Run the forwards that `works` need; return the hidden rows of their outputs, [rows, hidden].
 
         `input_ids`: [rows], the tokens of these rows if the engine knows them on its device alone. Few rows are left if
-        every sample passes. They run before the host has read the samples. If one fails, others write over theirs."""
+        every sample passes. If the last samples did, they run before the host has read these. If one fails, others
+        write over theirs."""
 
         def run(left: Sequence[SequenceWork]) -> torch.Tensor:
             divided = [self._above_lowest(work, device) for work in self._decided(left, device, sink)]
@@ -112,7 +121,7 @@ class EngineForward:
         queued = self._queue_samples(works, compared, device)
         expected = [work.if_all_is_kept() if index in compared else work for index, work in enumerate(works)]
         may_pass = all(work.pending is None or _least_share(work) == 0.0 for work in works)
-        is_likely = may_pass and all(work.pending is None for work in expected)
+        is_likely = self.last_samples.have_passed and may_pass and all(work.pending is None for work in expected)
         is_short = sum(len(work.positions) for work in expected) <= MAX_SPECULATIVE_ROWS
         speculative = run(expected) if is_likely and is_short else None
         # If every sample that passes asks for a share, the attention is found while the host reads the samples.
@@ -131,11 +140,9 @@ class EngineForward:
         for evidence in known.values():
             if evidence is not None and sink is not None:
                 sink(evidence)
-        if speculative is not None and all(
-            len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True)
-        ):
-            return speculative
-        return run(left)
+        passed = [len(own.positions) == len(kept.positions) for own, kept in zip(left, expected, strict=True)]
+        self.last_samples.have_passed = all(passed)
+        return speculative if all(passed) and speculative is not None else run(left)
 
     def _queue_samples(
         self, works: Sequence[SequenceWork], compared: Mapping[int, npt.NDArray[np.int64]], device: torch.device

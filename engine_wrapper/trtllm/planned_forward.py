@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_wrapper.batch import Batch, EngineForward
+from engine_wrapper.batch import Batch, EngineForward, LastSamples
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, difference, differences, raise_difference
 from engine_wrapper.trtllm.hooks import hook_decoder, hooked_layers, shown_by
 from engine_wrapper.trtllm.planned_rows import CheckReached, PlannedRows, attend, begin
@@ -105,6 +105,7 @@ class PlannedDecoder:
     rotation: Rotation
     windows: tuple[int | None, ...]
     ranks: Ranks
+    last_samples: LastSamples = field(default_factory=LastSamples)
 
     def run(
         self,
@@ -140,7 +141,7 @@ class PlannedDecoder:
                 raise LayoutError("model_call", "the decoder ended before the layer in which its rows are compared")
             return rows.found
 
-        forward = EngineForward(self.geometry, self.ranks, run, lowest, max_rows)
+        forward = EngineForward(self.geometry, self.ranks, run, lowest, max_rows, last_samples=self.last_samples)
         return batch.run(plans, blocks, forward, evidence_sink)
 
     def prove(self, batch: Batch, options: Options, hidden: torch.Tensor, block_ids: list[int]) -> None:

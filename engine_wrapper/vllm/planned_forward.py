@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from engine_wrapper.batch import Batch, EngineForward
+from engine_wrapper.batch import Batch, EngineForward, LastSamples
 from engine_wrapper.layer_schedule import follow, follow_all
 from engine_wrapper.self_check import MAX_TOKENS, MIN_TOKENS, differences, measured, raise_difference, sample_difference
 from engine_wrapper.vllm.attention import KEYS_PER_ROW, VllmRows, as_prompts, own_rows_as_stored, takes_whole_graphs
@@ -65,7 +65,7 @@ class PlannedForward:
         self._runner, self._parts, self._runtime = runner, parts, runtime
         self._failed, self._max_rows, self._is_timed = failed, max_rows, is_timed
         self._stock = runner.model.forward
-        self._sparse = False
+        self._sparse, self._last_samples = False, LastSamples()
         self._graphs: StepGraphs  # those of the step that is proven
         known = parts.longest, parts.geometry.blocks_for(parts.longest), runtime.faults
         is_whole = takes_whole_graphs(parts.builder) and not any(parts.chunks)
@@ -151,7 +151,8 @@ class PlannedForward:
                 return follow(rows, schedule, geometry.num_layers, ranks)
 
         few_rows = 0 if self._wholes is None else MOST_ROWS
-        forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW, few_rows)
+        given = max_rows, KEYS_PER_ROW, few_rows, self._last_samples
+        forward = EngineForward(geometry, ranks, run, lowest, *given)
         return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> tuple[Batch, list[list[int]]]:

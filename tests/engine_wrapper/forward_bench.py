@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_wrapper.batch import EngineForward
+from engine_wrapper.batch import EngineForward, LastSamples
 from engine_wrapper.sparse_forward import SparseForward
 from engine_wrapper.token_schedule import SequenceSlice, works_of
 from kernels.layout import KvGeometry, pool_view
@@ -35,11 +35,12 @@ class Bench:
         self.forward = SparseForward(model, self.pool, self.geometry, ranks)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
-        self.ranks = ranks or Ranks()
+        self.ranks, self.last_samples = ranks or Ranks(), LastSamples()
         self.evidence, self.lowest, self.weighed, self.forwards = [], [], 0, 0
 
     def clear(self):
         self.pool.fill_(float("nan"))
+        self.last_samples = LastSamples()
         return self
 
     def slice(self, request_id, tokens, begin=0, end=None):
@@ -67,7 +68,7 @@ class Bench:
             self.lowest += schedule.check.works
             return self.forward.lowest(schedule)
 
-        return EngineForward(self.geometry, self.ranks, run, lowest, max_rows, few_rows=few_rows)
+        return EngineForward(self.geometry, self.ranks, run, lowest, max_rows, 0, few_rows, self.last_samples)
 
     @torch.inference_mode()
     def reference(self, tokens):

@@ -93,6 +93,9 @@ def test_what_runs_before_a_sample_has_decided_changes_nothing(bench, make_plan,
         assert close(logits[0], wanted[plan.prefix_end :])
         assert bench.forwards == (2 if rows and deviates else 1)
         found.append(([*logits, bench.kv(1)[:, :, :, :LENGTH], bench.kv(2)[:, :, :, :25]], bench.evidence))
+    bench.place(1, kv, *SPANS)
+    bench.run(bench.planned(plan), bystander)
+    assert bench.forwards == 1, "nothing runs ahead of a sample where the last one failed"
     (waited, evidence), (speculative, told) = found
     assert all(close(each, other) for each, other in zip(speculative, waited, strict=True))
     assert (told, evidence[0].checked_tokens > 0) == (evidence, deviates)
