@@ -15,7 +15,7 @@ from semblend_trt.donors.catalog import Tier
 from semblend_trt.donors.offload import OffloadCommands, OffloadEventKind, SavedDonor, SaveIntent
 from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineMode, PlanSpan
-from semblend_trt.runtime import runtime_for
+from semblend_trt.runtime import Weights, runtime_for
 from tests.random_models import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, held_kv, saved, whole
 from tests.semblend_trt.plans import plan_of
@@ -278,6 +278,19 @@ def test_missing_donor_lets_the_wrapper_compute(worker, args):
     assert torch.equal(worker.loader._pool, pool())
     plan = runtime_for(args).active_plans.take(7)
     assert (plan.spans, list(plan.holes), list(runtime_for(args).failed_loads)) == ((), [range(4, 20)], [7])
+
+
+@pytest.mark.promise("donors", "Once the weights of a running...")
+def test_a_look_up_has_checked_the_weights_for_one_forward_alone(worker, args):
+    follow(worker, 1, (0, 1, 2), 24)
+    worker.get_finished([1], [])
+    settle(worker)
+    runtime, linear = runtime_for(args), torch.nn.Linear(2, 2)
+    runtime.weights, runtime.are_weights_checked = Weights(linear), True
+    for changes, failed in ((0, []), (1, [7])):
+        begin(worker, plans=(reuse(),))
+        assert (runtime.weights_changes, list(runtime.failed_loads)) == (changes, failed)
+        linear.reset_parameters()
 
 
 @pytest.mark.promise("reuse", "A donor that is lost costs...")
