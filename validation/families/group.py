@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from semblend_trt.errors import ConfigurationError
@@ -144,12 +145,8 @@ def ask(rng: random.Random, shown: Sequence[Document], count: int) -> list[Quest
             f"The documents of one group answer {sum(map(len, pools))} questions, but {count} are needed; "
             "ask fewer questions a group or for longer prompts."
         )
-    chosen: list[Question] = []
-    while len(chosen) < count:
-        for pool in pools:
-            if pool and len(chosen) < count:
-                chosen.append(pool.pop())
-    return chosen
+    in_turns = chain.from_iterable(zip_longest(*map(reversed, pools)))
+    return list(islice(filter(None, in_turns), count))
 
 
 def turns_of(rng: random.Random, shown: Sequence[Document]) -> list[Turn]:
