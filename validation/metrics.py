@@ -112,11 +112,6 @@ class NonInferiority:
         """True when the arm is non-inferior: at CONFIDENCE it loses at most the margin."""
         return self.lower >= -self.margin
 
-    @property
-    def largest_ratio(self) -> float:
-        """For log-likelihoods: the upper bound of the arm's perplexity over cold's."""
-        return math.inf if math.isinf(self.lower) else math.exp(-self.lower)
-
     def sentence(self) -> str:
         return (
             f"difference {self.difference:+.4f}, one-sided {CONFIDENCE:.0%} lower bound {self.lower:+.4f}; "

@@ -1,6 +1,7 @@
 """`python -m validation quality` serves every family in batches, without times."""
 
 import argparse
+import math
 import textwrap
 import time
 from collections import Counter
@@ -182,9 +183,8 @@ class QualityReport:
         if unrelated := self.unrelated:
             fires = sum(sample.reused_tokens > 0 for sample in unrelated)
             found.append(("controls", f"{fires} of {len(unrelated)} unrelated prompts reused KV"))
-        if unknown := self.unknown():
-            sentence = "decides nothing, as cold rarely answers word for word: "
-            found.append(("exact match", sentence + ", ".join(unknown)))
+        if unknown := ", ".join(self.unknown()):
+            found.append(("exact match", f"decides nothing, as cold rarely answers word for word: {unknown}"))
         for line in self.lines:
             if line.arm == COLD and line.exact_match == line.contains == 0.0:
                 cold = [each for each in self._cold.values() if each.workload == line.family][:3]
@@ -308,5 +308,5 @@ def _add_kind(results: Results, line: Line, suffix: str) -> None:
         where = f"tokens that the plans offered, harmless families, {line.samples} prompts"
         results.add(f"verified_reused_share{suffix}", line.reused_share, "share", where, 0.90, "higher")
     if (loss := line.loss_bound) is not None and line.ppl_ratio is not None:
-        where = f"cold, {loss.samples} texts; one-sided 95 % upper bound {loss.largest_ratio:.5f}"
+        where = f"cold, {loss.samples} texts; one-sided 95 % upper bound {math.exp(-loss.lower):.5f}"
         results.add(f"verified_ppl_ratio{suffix}", line.ppl_ratio, "ratio", where, 1.005)
