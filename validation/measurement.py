@@ -287,11 +287,11 @@ class Measurement(_CaseServer):
             # One after the other: a donor may itself be served from earlier ones.
             donors = [number for each in self._tokens[group[0].id].donors for number in server.serve_donors([each])]
             found.donors[group[0].group, server.arm.name] = donors
+        named = {server.arm.name: server for server in servers}
         for case in group:
             tokens, answers = self._tokens[case.id], found.answers.setdefault(case.id, {})
-            salts = {server.arm.name: f"{case.group}/{repeat}" if server.arm.isolated else None for server in servers}
-            for server in servers:
-                name = server.arm.name
+            salts = {name: f"{case.group}/{repeat}" if server.arm.isolated else None for name, server in named.items()}
+            for name, server in named.items():
                 [answers[name]] = server.answers([tokens.prompt], [salts[name]], [None])
                 if case.is_timed and name in (COLD, COLD_AGAIN) and (cached := answers[name].reuse.exact_prefix_tokens):
                     raise SemBlendError(
@@ -299,15 +299,12 @@ class Measurement(_CaseServer):
                         "under its salt before; the engine does not isolate salts."
                     )
             target = tokens.forced or answers[COLD].tokens
-            for server in servers:
-                name = server.arm.name
+            for name, server in named.items():
                 ours = answers[name]
                 # An answer that begins with the scored text has its logits already.
-                if ours.tokens[: len(target)] == target:
-                    loss: float | None = metrics.loss(ours.logits, target)
-                else:
-                    loss = server.answers([tokens.prompt], [salts[name]], [target])[0].loss
-                answers[name] = replace(ours.with_first_row(), loss=loss)
+                begins = ours.tokens[: len(target)] == target
+                scored = ours if begins else server.answers([tokens.prompt], [salts[name]], [target])[0]
+                answers[name] = replace(ours.with_first_row(), loss=metrics.loss(scored.logits, target))
             on_step(case.id)
 
     def _compared(self, repeat: int, found: _Round) -> list[Sample]:
