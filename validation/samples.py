@@ -143,8 +143,6 @@ def sample_of(arm: Arm, case: Case, ours: Answer, cold: Answer, layers: int, rep
     run_below = min(reused, compared) if reuse.sampled_tokens else reused
     moved = reused - run_below * arm.full_layers / layers
     after_prefix = ours.prompt_tokens - reuse.exact_prefix_tokens
-    scores: dict[str, Any] = _closeness(ours.text, cold.text, "cold")
-    scores |= _closeness(ours.text, None if reference is None else reference.strip(), "reference")
     perplexity, colds = (None if each.loss is None else metrics.perplexity(each.loss) for each in (ours, cold))
     is_timed = case.is_timed and ours.ttft_s is not None and cold.ttft_s is not None
     is_known = bool(case.known_answer and reference)
@@ -166,7 +164,8 @@ def sample_of(arm: Arm, case: Case, ours: Answer, cold: Answer, layers: int, rep
         exact_match=metrics.exact_match(ours.text, str(reference)) if is_known else None,
         contains_reference=metrics.contains(ours.text, str(reference)) if is_known else None,
         follows_donor=None if case.donor_answer is None else metrics.contains(ours.text, case.donor_answer),
-        **scores,
+        **_closeness(ours.text, cold.text, "cold"),
+        **_closeness(ours.text, None if reference is None else reference.strip(), "reference"),
         perplexity=perplexity,
         perplexity_ratio=None if perplexity is None or colds is None else perplexity / colds,
         first_token_kl=metrics.kl_divergence(cold.logits[0], ours.logits[0]),
@@ -174,7 +173,7 @@ def sample_of(arm: Arm, case: Case, ours: Answer, cold: Answer, layers: int, rep
     )
 
 
-def _closeness(answer: str, other: str | None, name: str) -> dict[str, float | None]:
+def _closeness(answer: str, other: str | None, name: str) -> dict[str, Any]:
     scores = (None, None, None) if other is None else metrics.closeness(answer, other)
     return dict(zip((f"rouge1_{name}", f"rouge_l_{name}", f"token_f1_{name}"), scores, strict=True))
 
