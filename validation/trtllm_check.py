@@ -162,13 +162,12 @@ def _crowd(llm: Any, rounds: Sequence[Sequence[str]], too_long: list[int], audit
     answers: list[tuple[int, ...]] = []
     cancelled = failed = "not asked"
     for number, prompts in enumerate(rounds):
-        extra = []
         if number == 1:
             doomed = llm.generate_async(prompts[0], greedy(64, ignore_eos=True), streaming=True)
-            extra = [doomed, _ask(llm, too_long)]
+            refused = _ask(llm, too_long)
         handles = [_ask(llm, prompt) for prompt in prompts]
-        if extra:
-            cancelled, failed = _end(extra[0], cancels=True), _end(extra[1])
+        if number == 1:
+            cancelled, failed = _end(doomed, cancels=True), _end(refused)
         answers += _answers(handles)
         wait_for_quiet(audit)
     return tuple(answers), cancelled, failed
