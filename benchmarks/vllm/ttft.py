@@ -368,12 +368,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine-option", type=_setting, action="append", default=[], metavar="KEY=VALUE", help=engine)
     options = parser.parse_args(arguments)
     options.command = command(arguments)
-    chosen = {"arms": options.arms, "parts": options.parts}
-    for name, possible in (("arms", (*ARMS, "none")), ("parts", (*PARTS, *_MORE))):
-        if unknown := set(chosen[name].split(",")) - set(possible):
+    for name, given, possible in (("arms", options.arms, (*ARMS, "none")), ("parts", options.parts, (*PARTS, *_MORE))):
+        if unknown := set(given.split(",")) - set(possible):
             parser.error(f"--{name} has {', '.join(sorted(unknown))}; possible are {', '.join(possible)}")
-    others = (VERIFIED,) if options.kv != PLAIN else ()
-    arms = [arm for arm in ARMS if arm in options.arms.split(",") and arm not in others]
+    arms = [arm for arm in ARMS if arm in options.arms.split(",") and (arm != VERIFIED or options.kv == PLAIN)]
     parts = [part for part in (*PARTS, *_MORE) if part in options.parts.split(",")]
     parts += ["apart"] if options.kv == LORA else []
     options.out.mkdir(parents=True, exist_ok=True)
