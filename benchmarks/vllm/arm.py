@@ -438,9 +438,8 @@ class VllmArm:
         """Ask planned prompts with their answers again, as stock: none may hit more than the tokens before the first
         one that was reused. Asked a third time all of it may be hit, or there was nothing to see."""
         sizes = self.sizes
-        prompts = [
-            self.prompts.fresh(INSTRUCTION) + prompt[INSTRUCTION:] for prompt in self._retrieval(4, sizes.requests // 6)
-        ]
+        drawn = self._retrieval(4, sizes.requests // 6)
+        prompts = [self.prompts.fresh(INSTRUCTION) + prompt[INSTRUCTION:] for prompt in drawn]
         with self.watched() as served:
             answers, _ = self.serve(prompts)
         problem = problem_of(served, sizes.per_prompt * sizes.document * len(prompts))
