@@ -60,17 +60,6 @@ def source_of(fields, scheduler, worker, abstract):
     return "\n".join(lines) + "\n"
 
 
-def module_of(release):
-    path, fields, scheduler, worker = RELEASES[release]
-    module = ModuleType(path)
-    sys.modules[path] = module  # dataclasses look their module up
-    try:
-        exec(source_of(fields, scheduler, worker, []), module.__dict__)
-    finally:
-        del sys.modules[path]
-    return module
-
-
 @pytest.mark.parametrize(("version", "serves"), [("4.53.1", False), ("4.57.6", False), ("5.0.0", True)])
 def test_the_embedded_engine_is_promised_only_where_it_runs(monkeypatch, version, serves):
     monkeypatch.setattr(transformers, "__version__", version)
@@ -179,7 +168,10 @@ def test_a_file_that_holds_no_options(tmp_path, content):
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, release):
     assert (version_of(release), version_of("of another product"), version_of(None)) == (release, V11, V11)
-    module = module_of(release)
+    path, *parts = RELEASES[release]
+    module = ModuleType(path)
+    monkeypatch.setitem(sys.modules, path, module)  # dataclasses look their module up
+    exec(source_of(*parts, []), module.__dict__)
     monkeypatch.setattr("semblend_trt.connector.contract.upstream", module)
     assert match_of(module) == version_of(None) == release
 
@@ -188,14 +180,9 @@ def test_a_version_is_known_by_its_name_or_by_what_its_module_has(monkeypatch, r
 def test_the_layout_of_flashinfer_is_read_from_its_own_module(monkeypatch, layout):
     field = SimpleNamespace(default=layout)
     metadata = SimpleNamespace(__dataclass_fields__={"kv_layout": field})
-    found = {contract._FLASHINFER_PATHS[1]: SimpleNamespace(FlashInferAttentionMetadata=metadata)}
-
-    def import_module(path):
-        if path not in found:
-            raise ImportError(path)
-        return found[path]
-
-    monkeypatch.setattr(contract.importlib, "import_module", import_module)
-    assert flashinfer_layout() == layout
-    found.clear()
+    for path in contract._FLASHINFER_PATHS:
+        monkeypatch.setitem(sys.modules, path, None)
     assert flashinfer_layout() is None
+    module = SimpleNamespace(FlashInferAttentionMetadata=metadata)
+    monkeypatch.setitem(sys.modules, contract._FLASHINFER_PATHS[1], module)
+    assert flashinfer_layout() == layout
