@@ -85,6 +85,31 @@ def saved(worker, request_id):
     return done
 
 
+class SaverGate:
+    """Has the thread that saves wait from `close` to `open`, or within it; then waits for what is saved."""
+
+    def __init__(self, worker):
+        self._worker = worker
+        self._opened = None
+
+    def __enter__(self):
+        self.close()
+
+    def __exit__(self, *_):
+        self.open()
+
+    def close(self):
+        if self._opened is None:
+            self._opened = threading.Event()
+            self._worker.saver._thread.submit(self._opened.wait)
+
+    def open(self):
+        if self._opened is not None:
+            self._opened.set()
+            self._opened = None
+            self._worker.saver.drain()
+
+
 def text_of(tokens, donor_id="donor", generation=0):
     return DonorText(donor_id, "key", np.arange(7, 7 + tokens, dtype=np.int32), generation)
 

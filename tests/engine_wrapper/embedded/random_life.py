@@ -2,7 +2,6 @@
 
 import logging
 import random
-import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from semblend_trt.errors import SemBlendError
 from tests.builders.engine import Engines, disk_tier, drain, drop_batch, evict_block, published_nodes, unfinished
 from tests.engine_wrapper.embedded.pattern_runner import INJECTED, PatternRunner, chain, owner_number
 from tests.random_models import random_model
-from tests.semblend_trt.held_donors import whole
+from tests.semblend_trt.held_donors import SaverGate, whole
 
 BLOCK, BLOCKS = 8, 60
 POOL = {"tokens_per_block": BLOCK, "max_tokens": BLOCK * BLOCKS}
@@ -101,31 +100,6 @@ def random_life(case, folder):
         finally:
             executor_logger.setLevel(level)
             life.gate.open()  # otherwise the connector would wait for its saves at its end
-
-
-class SaverGate:
-    """Has the thread that saves wait from `close` to `open`, or within it."""
-
-    def __init__(self, worker):
-        self._worker = worker
-        self._opened = None
-
-    def __enter__(self):
-        self.close()
-
-    def __exit__(self, *_):
-        self.open()
-
-    def close(self):
-        if self._opened is None:
-            self._opened = threading.Event()
-            self._worker.saver._thread.submit(self._opened.wait)
-
-    def open(self):
-        if self._opened is not None:
-            self._opened.set()
-            self._opened = None
-            self._worker.saver.drain()
 
 
 class Life:

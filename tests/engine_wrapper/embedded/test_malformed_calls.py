@@ -13,8 +13,7 @@ from semblend_trt.donors.offload import OffloadCommands, SaveIntent
 from semblend_trt.runtime import runtime_for
 from tests.builders.engine import text
 from tests.engine_wrapper.embedded.conftest import TWO, teach
-from tests.engine_wrapper.embedded.random_life import SaverGate
-from tests.semblend_trt.held_donors import saved
+from tests.semblend_trt.held_donors import SaverGate, saved
 
 PROMPT = list(range(100))
 STOCK = "semblend_trt.connector"

@@ -8,8 +8,8 @@ from semblend_trt.connector.requests import MAX_SILENT_ITERATIONS
 from tests.builders.engine import evict_prefixes, text
 from tests.engine_wrapper.embedded import conftest
 from tests.engine_wrapper.embedded.conftest import BLOCK, SIX, TWO, answers, teach
-from tests.engine_wrapper.embedded.random_life import SaverGate
 from tests.engine_wrapper.embedded.test_contract_versions import ALL, FIELDS
+from tests.semblend_trt.held_donors import SaverGate
 
 MODULES = ["semblend_trt.connector", "engine_wrapper.connector"]
 SHARED = text(0, 150)

@@ -1,7 +1,6 @@
 """The worker obeys the metadata, refuses pools it does not know, and never blocks or holds what it was not given."""
 
-import threading
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from semblend_trt.errors import DonorUnavailableError
 from semblend_trt.plan import EngineMode, PlanSpan
 from semblend_trt.runtime import Weights, runtime_for
 from tests.random_models import save_tiny_model
-from tests.semblend_trt.held_donors import held_in, held_kv, saved, whole
+from tests.semblend_trt.held_donors import SaverGate, held_in, held_kv, saved, whole
 from tests.semblend_trt.plans import plan_of
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 3, 2, 16, 8
@@ -169,17 +168,6 @@ def early(tiny_qwen2_path, request):
         yield worker
 
 
-@contextmanager
-def saves_are_late(worker):
-    """The thread that saves stands still."""
-    go_on = threading.Event()
-    worker.saver._thread.submit(go_on.wait)
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
 @pytest.mark.promise(
     "donors",
     "Blocks that the engine gives to others are copied first, in stream order, and a donor is cut to that room",
@@ -187,11 +175,10 @@ def saves_are_late(worker):
 def test_what_others_write_during_a_save_is_no_part_of_the_donor(early):
     blocks = blocks_of(pool())
     follow(early, 1, (3, 5), 12)
-    with saves_are_late(early):
+    with SaverGate(early):
         assert early.get_finished([1], []) == ([], [])
         early.loader._pool[[3, 5]] = torch.nan
     assert saved(early, 99) == [99]
-    early.saver.drain()
     assert early.get_finished([], []) == ([1], [])
     kv = kv_of(early)
     assert torch.equal(kv[:, :, :, :8], blocks[3])
@@ -202,9 +189,8 @@ def test_one_ended_save_is_told_a_call_where_others_would_be_lost(early, worker)
     for each, answers in ((early, [[99], [1], [2], []]), (worker, [[99, 1, 2], [], [], []])):
         for request_id, block in ((1, 3), (2, 5)):
             follow(each, request_id, (block,), 8)
-        with saves_are_late(each):
+        with SaverGate(each):
             each.get_finished([1, 2], [])
-        each.saver.drain()
         assert [each.get_finished(ended, [])[0] for ended in ([99], [], [], [])] == answers
 
 

@@ -22,7 +22,7 @@ from semblend_trt.ranks import EngineRanks
 from semblend_trt.transfer import staging
 from semblend_trt.transfer.save import DonorSaver
 from semblend_trt.transfer.staging import HostWriter, Staging
-from tests.semblend_trt.held_donors import fill, held_in, held_kv, save, used_blocks, whole
+from tests.semblend_trt.held_donors import SaverGate, fill, held_in, held_kv, save, used_blocks, whole
 
 GEOMETRY = KvGeometry(num_layers=2, kv_heads=2, head_dim=4, block_size=4)
 ROTATION = RopeRotation((1.0, 0.1), 4)
@@ -156,13 +156,10 @@ def test_the_caller_queues_a_save_only_while_nothing_else_is_under_way():
     assert rank.store.host.used_bytes == 0
     gate.set()
     rank.saver.drain()
-    gate.clear()
-    rank.saver._thread.submit(gate.wait)
-    rank.save(1, "at once", Tier.HOST, pattern(2, 8))
-    assert rank.store.host.used_bytes == 2 * 8 * TOKEN_BYTES
-    assert "at once" not in rank.store.host  # its bytes have to be waited for
-    gate.set()
-    rank.saver.drain()
+    with SaverGate(rank):
+        rank.save(1, "at once", Tier.HOST, pattern(2, 8))
+        assert rank.store.host.used_bytes == 2 * 8 * TOKEN_BYTES
+        assert "at once" not in rank.store.host  # its bytes have to be waited for
     assert torch.equal(rank.read("behind", 8), pattern(1, 8))
     assert torch.equal(rank.read("at once", 8), pattern(2, 8))
     rank.saver.close()
@@ -282,12 +279,9 @@ def test_a_donor_is_cut_to_the_room_of_its_snapshot(snapshotting):
 
 
 def test_without_room_for_a_snapshot_nothing_is_kept(snapshotting):
-    go_on = threading.Event()
-    snapshotting.saver._thread.submit(go_on.wait)
-    for slot, donor_id in enumerate(("first", "second")):
-        snapshotting.save(slot, donor_id, Tier.HOST, pattern(slot, TOKENS))
-    go_on.set()
-    snapshotting.saver.drain()
+    with SaverGate(snapshotting):
+        for slot, donor_id in enumerate(("first", "second")):
+            snapshotting.save(slot, donor_id, Tier.HOST, pattern(slot, TOKENS))
     told = {saved.donor_id: (saved.tokens, saved.error) for _, saved in snapshotting.saver.finished()}
     assert told["first"] == (TOKENS, None)
     assert told["second"][0] == 0
