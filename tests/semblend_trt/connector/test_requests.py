@@ -82,41 +82,37 @@ def adapter(folder, weights=b"w", config='{"r": 8}'):
     return str(folder)
 
 
-def adapters(*folders):
-    return Adapters(folders)
-
-
 def of(known, task, path=None):
     return known.of(LlmRequestView(SimpleNamespace(request_id=1, lora_task_id=task, py_lora_path=path)))
 
 
 def test_equal_content_is_one_adapter_for_every_engine_name_and_task_and_other_content_another(tmp_path):
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "deep" / "two")
-    identity = of(adapters(one), 1, one)
+    identity = of(Adapters([one]), 1, one)
     assert is_content(identity)
-    assert identity == of(adapters(one, two), 7, two) == of(adapters(one), 3, one)
+    assert identity == of(Adapters([one, two]), 7, two) == of(Adapters([one]), 3, one)
     for change in ({"weights": b"x"}, {"config": '{"r": 16}'}):
         adapter(tmp_path / "one", **change)
-        after = of(adapters(one), 1, one)
+        after = of(Adapters([one]), 1, one)
         assert is_content(after)
         assert after != identity
 
 
 def test_an_adapter_that_was_not_read_at_the_start_is_known_for_the_life_of_its_engine(tmp_path):
     missing = str(tmp_path / "none")
-    path, running = adapter(tmp_path / "one"), adapters(missing)
+    path, running = adapter(tmp_path / "one"), Adapters([missing])
     assert [is_unknown(identity) for identity in running.identities] == [True]
     for named in (path, missing, "a name", None):
         task = hash(named)
         assert is_unknown(of(running, task, named))
         assert of(running, task, named) == of(running, task, named)
-        assert of(running, task, named) != of(adapters(), task, named)
+        assert of(running, task, named) != of(Adapters([]), task, named)
     assert of(running, 1, "a name") != of(running, 2, "a name")
 
 
 def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path):
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", b"x")
-    running = adapters(one, two)
+    running = Adapters([one, two])
     first = of(running, 1, one)
     assert is_unknown(of(running, 1, two))
     assert of(running, 1, two) != of(running, 1, two)
@@ -125,7 +121,7 @@ def test_another_adapter_under_a_task_that_was_seen_matches_nothing(tmp_path):
 
 def test_few_adapters_are_remembered(monkeypatch):
     monkeypatch.setattr(requests, "_MAX_ADAPTERS", 2)
-    running = adapters()
+    running = Adapters([])
     for task in range(4):
         assert (of(running, task, "a name") == of(running, task, "a name")) == (task < 2)
 
@@ -133,8 +129,8 @@ def test_few_adapters_are_remembered(monkeypatch):
 @pytest.mark.parametrize("is_read_at_the_start", [True, False])
 def test_an_adapter_that_is_replaced_in_its_place_matches_nothing(tmp_path, is_read_at_the_start):
     path = adapter(tmp_path / "one")
-    running = adapters(*([path] if is_read_at_the_start else []))
-    unused = adapters(path)
+    running = Adapters([path] if is_read_at_the_start else [])
+    unused = Adapters([path])
     before = of(running, 1, path)
     assert of(running, 1, path) == before
     adapter(tmp_path / "one", b"other weights")
