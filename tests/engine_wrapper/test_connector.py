@@ -27,6 +27,9 @@ from tests.random_models import save_tiny_model
 from tests.semblend_trt.held_donors import held_in, saved
 from tests.semblend_trt.rank_threads import on_ranks
 
+DOCUMENT, OTHER = text(1, 90), text(2, 80)
+TAUGHT = [*text(3, 10), *DOCUMENT, *text(4, 5)]
+
 
 class Service:
     """Scheduler, worker and executor in TensorRT-LLM's order of calls, as one of several `ranks` with its part."""
@@ -65,10 +68,9 @@ class Service:
 
     def check_reuse_from_position_0(self):
         """A document of several windows, then, once the pool has forgotten it, a prompt that begins with it."""
-        document = text(1, 90)
-        self.serve(LlmRequest(1, [*document, *text(4, 5)]))
+        self.serve(LlmRequest(1, [*DOCUMENT, *text(4, 5)]))
         self.manager.pool.copy_(torch.full((), math.nan))
-        request = LlmRequest(2, [*document, *text(7, 9)])
+        request = LlmRequest(2, [*DOCUMENT, *text(7, 9)])
         logits = self.serve(request)
         assert self.report(2).reused_tokens == 90
         torch.testing.assert_close(logits, self.cold(request), atol=1e-3, rtol=0)
@@ -142,11 +144,10 @@ def service(request, tiny_model_paths, service_of):
 
 @pytest.mark.promise("reuse", "Approximate KV does not enter the...")
 def test_documents_at_other_places_are_reused_and_never_published(service):
-    first, second = text(1, 90), text(2, 80)
-    service.serve(LlmRequest(1, [*text(3, 10), *first, *second, *text(4, 5)]))
+    service.serve(LlmRequest(1, [*text(3, 10), *DOCUMENT, *OTHER, *text(4, 5)]))
     assert service.worker._runtime.mode is EngineMode.WRAPPER, "the first prompt has proven it"
     published = set(service.manager.impl.tree)
-    shuffled = LlmRequest(2, [*text(5, 21), *second, *text(6, 4), *first, *text(7, 9)])
+    shuffled = LlmRequest(2, [*text(5, 21), *OTHER, *text(6, 4), *DOCUMENT, *text(7, 9)])
     logits = service.serve(shuffled)
     report = service.report(2)
     assert (report.outcome, report.offered_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 170)
@@ -199,11 +200,10 @@ def test_text_from_position_0_is_reused_as_a_cold_run_has_computed_it(service_of
     "generations",
 )
 def test_approximate_kv_never_becomes_a_donor(service):
-    document = text(1, 90)
-    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    service.serve(LlmRequest(1, TAUGHT))
     held = len(held_in(service.worker.store))
     # Its exact part alone would be long enough; saving it would store the rest in the reuse tree as well.
-    service.serve(LlmRequest(2, [*text(5, 70), *document, *text(7, 9)]))
+    service.serve(LlmRequest(2, [*text(5, 70), *DOCUMENT, *text(7, 9)]))
     assert len(held_in(service.worker.store)) == held
     service.serve(LlmRequest(3, text(8, 100)))
     assert len(held_in(service.worker.store)) == held + 1
@@ -220,13 +220,12 @@ def test_what_is_first_seen_behind_checked_kv_becomes_a_donor_where_the_profile_
     path = write_profile(tmp_path / "profile.json", tiny_qwen2_path, generations=generations)
     monkeypatch.setenv("SEMBLEND_PROFILE", path)
     service = service_of()
-    first, second = text(1, 90), text(2, 80)
-    service.serve(LlmRequest(1, [*text(3, 10), *first, *text(4, 5)]))
+    service.serve(LlmRequest(1, TAUGHT))
     published, held = set(service.manager.impl.tree), len(held_in(service.worker.store))
-    service.serve(LlmRequest(2, [*text(5, 21), *first, *text(6, 4), *second, *text(7, 9)]))
+    service.serve(LlmRequest(2, [*text(5, 21), *DOCUMENT, *text(6, 4), *OTHER, *text(7, 9)]))
     assert service.report(2).reused_tokens > 0
     assert len(held_in(service.worker.store)) == held + generations
-    service.serve(LlmRequest(3, [*text(8, 30), *second, *text(9, 9)]))
+    service.serve(LlmRequest(3, [*text(8, 30), *OTHER, *text(9, 9)]))
     assert (service.report(3).offered_tokens > 0) == (generations > 0)
     assert service.report(3).checked_tokens == service.report(3).offered_tokens
     if generations:  # a request of which nothing is reused is computed cold, and published
@@ -242,10 +241,10 @@ def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say
     monkeypatch.setenv("SEMBLEND_POLICY", "verified")
     monkeypatch.setenv("SEMBLEND_PROFILE", write_profile(tmp_path / "profile.json", tiny_qwen2_path))
     digest = hashlib.sha256((tmp_path / "profile.json").read_bytes()).hexdigest()
-    service, document = service_of(), text(1, 90)
-    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    service = service_of()
+    service.serve(LlmRequest(1, TAUGHT))
     for number, broken in ((2, ["another"]), (3, ["another", digest]), (4, [])):
-        request = LlmRequest(number, [*text(4 + number, 21), *document, *text(7, 9)])
+        request = LlmRequest(number, [*text(4 + number, 21), *DOCUMENT, *text(7, 9)])
         request.broken_profiles = broken
         service.serve(request)
         receipt = service.report(number).receipt
@@ -254,7 +253,7 @@ def test_a_profile_whose_promise_is_broken_is_not_used_for_the_requests_that_say
     key = service.report(4).receipt["namespace"]
     monkeypatch.setattr(DonorObserver, "is_broken", lambda _, *promise: promise == (digest, key))
     monkeypatch.setattr(service.scheduler._lookup, "_observers", [DonorObserver()])
-    service.serve(LlmRequest(5, [*text(50, 21), *document, *text(7, 9)]))
+    service.serve(LlmRequest(5, [*text(50, 21), *DOCUMENT, *text(7, 9)]))
     assert service.report(5).receipt["reason"] == "bound_broken"
 
 
@@ -262,15 +261,14 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(se
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     service = service_of(prefill_cuda_graph_backend="breakable")
     assert service.worker.attachment.execution_refusal == "prefill_graphs"
-    document = text(1, 90)
-    service.serve(LlmRequest(1, [*text(3, 10), *document, *text(4, 5)]))
+    service.serve(LlmRequest(1, TAUGHT))
     published = set(service.manager.impl.tree)
-    assert torch.isfinite(service.serve(LlmRequest(2, [*document, *text(7, 9)]))).all()
+    assert torch.isfinite(service.serve(LlmRequest(2, [*DOCUMENT, *text(7, 9)]))).all()
     assert runtime_for(service.args).mode is EngineMode.STOCK
     report = service.report(2)
     assert (report.outcome, report.reused_tokens) == (Outcome.BACKEND_MATERIALIZED_REUSE.value, 90)
     assert service.manager.impl.tree == published
-    service.serve(LlmRequest(3, [*text(8, 30), *document, *text(9, 9)]))
+    service.serve(LlmRequest(3, [*text(8, 30), *DOCUMENT, *text(9, 9)]))
     assert service.report(3).reason == "hole_needs_wrapper"
 
 
@@ -279,8 +277,7 @@ def test_behind_the_guard_alone_the_engine_skips_what_is_reused_from_the_left(se
 @pytest.mark.usefixtures("trial")
 @pytest.mark.parametrize("policy", ["position_fix", "verified"])
 def test_ranks_execute_one_plan_together(tiny_qwen2_path, service_of, tmp_path, monkeypatch, policy):
-    document = text(1, 90)
-    prompts = [[*text(3, 10), *document, *text(4, 5)], [*text(8, 30), *document, *text(9, 9)]]
+    prompts = [TAUGHT, [*text(8, 30), *DOCUMENT, *text(9, 9)]]
 
     def serve(service):
         logits = [service.serve(LlmRequest(index, prompt)) for index, prompt in enumerate(prompts, 1)]
@@ -308,16 +305,15 @@ def test_what_one_rank_cannot_save_or_load_is_used_on_none(tiny_qwen2_path, tmp_
     monkeypatch.setenv("SEMBLEND_POLICY", "position_fix")
     monkeypatch.setenv("SEMBLEND_DISK_BYTES", str(1 << 20))
     monkeypatch.setenv("SEMBLEND_DISK_PATH", str(tmp_path))
-    document = text(1, 90)
 
     def serve(service):
-        request, worker = LlmRequest(3, [*text(5, 30), *document, *text(6, 9)]), service.worker
+        request, worker = LlmRequest(3, [*text(5, 30), *DOCUMENT, *text(6, 9)]), service.worker
         is_last = service.ranks.rank == 1
         events = [each.kind.value for each in worker._runtime.offload_events]
         service.serve(LlmRequest(1, text(2, 80)))  # proves that plans can run
         if is_last and step == "save":
             failing(monkeypatch, worker.store.host, "writing", RuntimeError, once=False)
-        service.serve(LlmRequest(2, [*text(3, 10), *document, *text(4, 5)]))
+        service.serve(LlmRequest(2, TAUGHT))
         if is_last and step == "load":
             failing(monkeypatch, worker.loader, "_prepare", RuntimeError, once=False)
         is_right = torch.allclose(service.serve(request), service.cold(request), atol=1e-3, rtol=0)
@@ -338,7 +334,7 @@ def test_what_one_rank_refuses_all_refuse(tiny_qwen2_path, monkeypatch):
     )
 
     def serve(service):
-        service.serve(LlmRequest(1, text(1, 90)))
+        service.serve(LlmRequest(1, DOCUMENT))
         return service.worker._runtime.refusal
 
     def breaks(ranks):
