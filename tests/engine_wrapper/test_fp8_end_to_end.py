@@ -34,23 +34,13 @@ class Fp8Engines(serving.Engines):
         return super().__call__(module, {"dtype": "fp8", **(cache or {})}, **options)
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def form(request, tiny_model_paths):
-    path = tiny_model_paths[request.param]
-    return path, ModelRunner(path, "float32", "cpu")
-
-
-@pytest.fixture
-def engine(form, engines_of):
-    """Engines with K and V of heads, and with latent rows."""
-    return engines_of(form[0], Fp8Engines, runner=form[1])
-
-
-@pytest.fixture(params=FAMILIES)
-def any_engine(request, tiny_model_paths, engines_of):
-    """Engines of each family."""
+@pytest.fixture(params=FORMS)
+def engine(request, tiny_model_paths, engines_of):
     path = tiny_model_paths[request.param]
     return engines_of(path, Fp8Engines, runner=ModelRunner(path, "float32", "cpu"))
+
+
+every_family = pytest.mark.parametrize("engine", FAMILIES, indirect=True)
 
 
 @pytest.mark.promise(
@@ -59,8 +49,9 @@ def any_engine(request, tiny_model_paths, engines_of):
     "a run without a plan to the bit, a moved run is rounded once more, and a token that is the same does not "
     "deviate; latent rows too",
 )
-def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(any_engine):
-    llm, cold = any_engine(**BOUNDARY, **SHORT), any_engine.cold()
+@every_family
+def test_all_layers_computed_again_are_a_run_without_a_plan_bit_for_bit(engine):
+    llm, cold = engine(**BOUNDARY, **SHORT), engine.cold()
     assert llm.executor.pool.dtype == cold.executor.pool.dtype == FP8
     outputs, expected = ([serve(each, prompt) for prompt in (DONOR, SHIFTED)] for each in (llm, cold))
     assert llm.connector_scheduler.reuse_of(outputs[1].request_id).offered_tokens > 100
@@ -79,13 +70,14 @@ def held_while_served(llm, prompt, positions):
 
 
 @pytest.mark.promise("engines", "In the embedded engine KV in...")
-def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(any_engine):
+@every_family
+def test_a_moved_run_is_the_same_text_at_its_new_place_but_for_rounding(engine):
     """In the lowest layer, where a token's KV depends on nothing but itself and its place."""
-    llm = any_engine(POLICY="position_fix", **SHORT)
+    llm = engine(POLICY="position_fix", **SHORT)
     teach(llm, DONOR)
-    moved, computed = (held_while_served(each, SHIFTED, PLACES)[0] for each in (llm, any_engine.cold()))
+    moved, computed = (held_while_served(each, SHIFTED, PLACES)[0] for each in (llm, engine.cold()))
     there = range(len(serving.INSTRUCTION), len(serving.INSTRUCTION) + len(DOCUMENT))
-    unmoved = held_while_served(any_engine.cold(), DONOR, there)[0]
+    unmoved = held_while_served(engine.cold(), DONOR, there)[0]
     (keys, still), (expected, same), (other, _) = map(by_place, (moved, computed, unmoved))
     assert torch.equal(still, same)
     assert 0.1 * TWO_ROUNDINGS < error_of(keys, expected) < TWO_ROUNDINGS
