@@ -10,6 +10,7 @@ import sysconfig
 import tempfile
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -114,10 +115,12 @@ def no_settings(monkeypatch):
 
 @pytest.fixture
 def make_nats_server(tmp_path, request):
-    """Makes started servers with the command-line arguments that are given; all end with the test."""
+    """Makes started servers with this text as their configuration and these arguments; all end with the test."""
 
-    def make(*arguments):
-        server = NatsServer(tempfile.mkdtemp(dir=tmp_path), *arguments)
+    def make(*arguments, config=""):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        (folder / "nats.conf").write_text(config)
+        server = NatsServer(folder, "-c", str(folder / "nats.conf"), *arguments)
         server.start()
         request.addfinalizer(server.kill)
         return server

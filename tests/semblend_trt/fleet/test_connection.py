@@ -33,8 +33,8 @@ def test_without_its_credentials_nothing_is_sent(make_nats_server, make_worker, 
         creds.write_bytes(b"\xff not credentials")
     elif kind == "pipe":  # which has no writer
         os.mkfifo(creds)
-    (tmp_path / "nats.conf").write_text(f"authorization {{ users: [{{ nkey: {NKEY} }}] }}")  # asks for a signature
-    worker = make_worker(make_nats_server("-c", str(tmp_path / "nats.conf")), creds=creds)
+    server = make_nats_server(config=f"authorization {{ users: [{{ nkey: {NKEY} }}] }}")  # asks for a signature
+    worker = make_worker(server, creds=creds)
     worker.add("a")
     assert not worker.publisher.flush(0.5)
     assert worker.counters.connections["made"] == 0
@@ -165,14 +165,12 @@ def test_a_lost_cancellation_keeps_neither_side_from_stopping(monkeypatch, make_
 
 
 @pytest.fixture
-def guarded_server(make_nats_server, tmp_path, monkeypatch):
+def guarded_server(make_nats_server, monkeypatch):
     """A server with the documented accounts and permissions."""
     (block,) = (each for each in Page("docs/fleet.md").blocks() if each.startswith("accounts {"))
-    config = tmp_path / "nats.conf"
-    config.write_text(block)
     for name, password in PASSWORDS.items():
         monkeypatch.setenv(f"{name.upper().replace('-', '_')}_PASSWORD", password)
-    return make_nats_server("-c", str(config))
+    return make_nats_server(config=block)
 
 
 def options_of(server, name):
@@ -257,15 +255,13 @@ def test_a_flush_waits_for_the_answer_to_what_was_asked_before_it():
     assert b"SUB" in seen[: len(seen) - seen[::-1].index(b"PING")]
 
 
-def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_worker, tmp_path):
+def test_a_stream_takes_the_documented_permissions_more(make_nats_server, make_worker):
     """What docs/fleet.md says of streams: its users' further permissions, and JetStream for the account."""
-    config = tmp_path / "nats.conf"
-    config.write_text(
-        "accounts { semblend { jetstream: enabled, users = ["
+    server = make_nats_server(
+        config="accounts { semblend { jetstream: enabled, users = ["
         '{ user: admin, password: secret }, { user: worker-3, password: secret-worker-3, permissions: { publish: ["'
         f'{SUBJECT}.3", "$JS.API.STREAM.INFO.DONORS"], subscribe: ["{SUBJECT}.resync", "_INBOX.>"] }} }} ] }} }}'
     )
-    server = make_nats_server("-c", str(config))
     admin = server.url.replace("nats://", "nats://admin:secret@")
     assert stored(admin, makes_stream=True) == 0
     options = options_of(server, "worker-3")

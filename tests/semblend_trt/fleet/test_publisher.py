@@ -86,9 +86,8 @@ def test_an_overflow_is_counted_and_made_good(nats_server, reader, make_worker, 
     assert worker.counters.resyncs["overflow"] == 1
 
 
-def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_server, make_worker, tmp_path):
-    (tmp_path / "small.conf").write_text("max_payload: 2048")
-    worker = make_worker(make_nats_server("-c", str(tmp_path / "small.conf")), heartbeat_seconds=3600.0)
+def test_what_is_too_large_for_the_server_counts_as_dropped_alone(make_nats_server, make_worker):
+    worker = make_worker(make_nats_server(config="max_payload: 2048"), heartbeat_seconds=3600.0)
     assert worker.publisher.flush(30)
     worker.add("large", length=4000)
     assert worker.publisher.flush(30)
