@@ -15,11 +15,16 @@ NUM_LAYERS = 6
 STOCK, WRAPPER = EngineMode.STOCK, EngineMode.WRAPPER
 
 
-def planner(donors, policy="position_fix", generations=None, chunk=None, bounds=None, asks=None, **overrides):
-    """`asks`: the functions that the planner calls, by name."""
+def index_of(donors, bounds=None):
     index = SpanIndex(bounds)
     for donor_id, tokens in donors.items():
         index.add("space", donor_id, tokens)
+    return index
+
+
+def planner(donors, policy="position_fix", generations=None, chunk=None, bounds=None, asks=None, **overrides):
+    """`asks`: the functions that the planner calls, by name."""
+    index = index_of(donors, bounds)
     # Tests share their processors; only those of the deadline itself may meet it.
     values = Settings(policy=ReusePolicy(policy), **({"lookup_deadline_ms": 10_000} | overrides))
     return Planner(index, values, values.policy, NUM_LAYERS, generations=generations, chunk=chunk, **asks or {})

@@ -13,19 +13,13 @@ from semblend_trt.discovery import fingerprint as module
 from semblend_trt.discovery import span_index
 from semblend_trt.discovery.fingerprint import GRAM_TOKENS, GUARANTEED_RUN, as_token_array, fingerprint
 from semblend_trt.discovery.span_index import AnchorTable, Run, ScanBounds, SpanIndex
+from tests.semblend_trt.discovery.planning import index_of
 from tests.semblend_trt.samples import text as random_tokens
 
 # Far above anything these small cases need, so that every run has to be found.
 UNBOUNDED = ScanBounds(*[1 << 40] * 6)
 BOUNDS = ScanBounds()
 ALL_BITS = (1 << 64) - 1
-
-
-def index_of(donors, bounds=None):
-    index = SpanIndex(bounds)
-    for donor_id, tokens in donors.items():
-        index.add("space", donor_id, tokens)
-    return index
 
 
 @numba.njit(cache=False)
