@@ -18,6 +18,14 @@ def sizes(layers, kv_heads=2, **more):
     return {"num_hidden_layers": layers, "hidden_size": 64, "max_position_embeddings": 4096} | heads | more
 
 
+def change_config(folder, **changes):
+    """Lays `changes` over the configuration of a model's folder; a change of None removes the field."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text("utf-8")) | changes
+    kept = {name: value for name, value in fields.items() if name not in changes or value is not None}
+    path.write_text(json.dumps(kept), "utf-8")
+
+
 def facts_of(folder, config):
     """The facts of a model of this configuration; a field of `...` is left out."""
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))

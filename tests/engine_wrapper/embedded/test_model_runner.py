@@ -1,6 +1,5 @@
 """The model runner: loading or refusing a model, and running slices with the plans that are pending for them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,17 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from engine_wrapper.embedded.model_runner import ModelRunner
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
+from tests.semblend_trt.engine_specs import change_config
 
 
 @pytest.fixture
 def model_folder(tiny_qwen2_path, tmp_path):
     return Path(shutil.copytree(tiny_qwen2_path, tmp_path / "model"))
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    fields = json.loads(path.read_text("utf-8")) | changes
-    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}), "utf-8")
 
 
 @pytest.mark.parametrize(

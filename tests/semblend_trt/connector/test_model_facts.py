@@ -18,7 +18,7 @@ from semblend_trt.connector.attention_layout import rope_parameters, rope_rotati
 from semblend_trt.connector.model_facts import HARMLESS_FIELDS, _of_attention, model_facts
 from semblend_trt.errors import ConfigurationError, UnsupportedModelError
 from tests.pages import Page, code_in
-from tests.semblend_trt.engine_specs import facts_of, sizes
+from tests.semblend_trt.engine_specs import change_config, facts_of, sizes
 
 SMALL = sizes(3, hidden_size=256, vocab_size=64)
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
@@ -62,12 +62,9 @@ def own_frequencies(config):
 
 
 def write_config(folder, config, **changes):
-    """Saves `config` and then lays `changes` over its file; a change of None removes the key."""
+    """Saves `config` and then lays `changes` over its file."""
     config.save_pretrained(folder)
-    fields = json.loads((folder / "config.json").read_text())
-    for name, value in changes.items():
-        fields.pop(name, None) if value is None else fields.update({name: value})
-    (folder / "config.json").write_text(json.dumps(fields))
+    change_config(folder, **changes)
     return folder
 
 
