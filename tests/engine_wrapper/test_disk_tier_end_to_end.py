@@ -1,5 +1,6 @@
 """Donors on disk: they outlive the engine, answer as before, and a failing disk costs a cold prefill only."""
 
+import os
 import random
 import shutil
 import threading
@@ -7,10 +8,9 @@ import threading
 import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
-from semblend_trt.donors import disk_tier
 from semblend_trt.donors.disk_tier import FOLDER
+from tests.builders.engine import disk_tier, token_ids
 from tests.builders.engine import serve_and_drain as serve
-from tests.builders.engine import token_ids
 from tests.engine_wrapper.watching import watched
 from validation.documents import stock_list
 from validation.models import shipped_model
@@ -34,11 +34,10 @@ SECOND = second(0)
 @pytest.fixture
 def engine(engine, shipped_runner, tmp_path):
     model = {"model": shipped_model(), "runner": shipped_runner}
-    places = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
-    amounts = {"HOST_BYTES": 1 << 30, "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}
+    tiers = disk_tier(tmp_path) | {"HOST_BYTES": 1 << 30, "DEVICE_BYTES": 0}
 
     def build(**settings):
-        return engine(cache={"tokens_per_block": 32}, **model | places | amounts | settings)
+        return engine(cache={"tokens_per_block": 32}, **model | tiers | settings)
 
     return build
 
@@ -166,7 +165,7 @@ def test_on_a_full_disk_new_donors_take_the_place_of_old_ones(engine, tmp_path, 
 def test_disk_is_never_touched_on_the_engines_thread(engine, monkeypatch):
     touched = set()
     for name in ("open", "fsync", "posix_fallocate"):
-        watched(monkeypatch, disk_tier.os, name, lambda *_, **__: touched.add(threading.current_thread().name))
+        watched(monkeypatch, os, name, lambda *_, **__: touched.add(threading.current_thread().name))
     llm = ready(engine())
     touched.clear()
     serve(llm, FIRST)

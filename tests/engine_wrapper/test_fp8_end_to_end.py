@@ -194,8 +194,7 @@ def test_donors_take_the_caches_bytes_of_each_budget(engine):
 
 @pytest.mark.promise("engines", "In the embedded engine traps are...")
 def test_a_donor_on_disk_serves_another_engine_of_its_dtype_and_no_other(engine, tmp_path):
-    disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DEVICE_BYTES": 0}
-    settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, **disk}
+    settings = {"POLICY": "position_fix", "HOST_BYTES": 1 << 30, "DEVICE_BYTES": 0, **serving.disk_tier(tmp_path)}
     first = ready(engine(MIN_DONOR_TOKENS=100, **settings))
     serve_and_drain(first, DONOR)
     expected = serve_and_drain(first, SHIFTED)

@@ -6,7 +6,7 @@ import pytest
 
 from engine_wrapper.embedded.llm import SamplingParams
 from semblend_trt.reuse_profile import ReuseProfile
-from tests.builders.engine import Engines, serve_and_drain, token_ids
+from tests.builders.engine import Engines, disk_tier, serve_and_drain, token_ids
 from validation.documents import stock_list
 from validation.models import profile_of, shipped_model
 from validation.prompts import INSTRUCTIONS, render
@@ -89,7 +89,7 @@ def test_without_evidence_of_its_check_a_request_becomes_no_donor(verified):
 @pytest.mark.promise("reuse", "A donor keeps its generation on disk, and the fleet does not hear of it")
 @pytest.mark.parametrize("allowed", [0, 3])
 def test_a_restarted_engine_finds_it_on_disk_with_its_generation(cold, verified, tmp_path, allowed):
-    disk = {"DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key", "DISK_BYTES": 1 << 30, "DEVICE_BYTES": 0}
+    disk = disk_tier(tmp_path) | {"DEVICE_BYTES": 0}
     llm = verified(3, **disk)
     for prompt in ("hello", *PROMPTS[:2]):  # files are written once the folder has been read
         serve(llm, prompt)

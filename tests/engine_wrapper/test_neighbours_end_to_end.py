@@ -67,8 +67,7 @@ def test_a_reworded_prompt_is_near_and_reuses_nothing(engine, served):
 @pytest.mark.promise("donors", "A near donor on disk is read back ahead of the next request")
 @pytest.mark.parametrize("embedder", ["static", "off"])
 def test_a_near_donor_on_disk_is_in_memory_for_the_next_lookup(served, tmp_path, embedder):
-    disk = {"DISK_BYTES": 1 << 30, "DISK_PATH": tmp_path, "DISK_KEY_PATH": tmp_path / "key"}
-    sentences = document(3)
+    disk, sentences = serving.disk_tier(tmp_path), document(3)
     llm = served(EMBEDDER="off", **disk)
     find_donors(llm)
     serve(llm, " ".join(sentences))
