@@ -108,10 +108,6 @@ class LayeredPool:
         return self.keys[0].dtype
 
     @property
-    def is_cuda(self) -> bool:
-        return self.keys[0].is_cuda
-
-    @property
     def shape(self) -> tuple[int, int, int, int]:
         blocks, *row = self.keys[0].shape
         return blocks, len(self.keys), len(self.kinds), math.prod(row)
@@ -190,10 +186,6 @@ class ContiguousKv:
         """Layers, kv_factor, kv_heads and head_dim."""
         layers, kv_factor, kv_heads, _, head_dim = self.tensor.shape
         return layers, kv_factor, kv_heads, head_dim
-
-    @property
-    def planes(self) -> tuple[torch.Tensor, ...]:
-        return (self.tensor,)
 
     @property
     def memory(self) -> torch.Tensor:

@@ -51,7 +51,8 @@ class Turn:
 
 
 def play(arm: VllmArm, sessions: Sequence[Session], *, compares: bool) -> list[Turn]:
-    """Serve each session's prompts one after the other; the first one of each is not timed."""
+    """Serve each session's prompts one after the other, from empty caches; the first one of each is not timed."""
+    arm.forget()
     found = []
     for session in sessions:
         for number, prompt in enumerate(session):

@@ -222,6 +222,10 @@ class VllmArm:
         """Wait until what has ended is saved and in its tier, by steps of short requests. Raises SemBlendError."""
         settle(self._core, lambda: self.ask([0]))
 
+    def forget(self) -> None:
+        """Empty vLLM's prefix cache, and drop all donors."""
+        self._engine.reset_prefix_cache(reset_connector=True)
+
     def serve(
         self, prompts: Sequence[list[int]], arrivals: Sequence[float] | None = None
     ) -> tuple[list[list[int]], dict[str, Any]]:

@@ -314,6 +314,6 @@ class VllmWorker:
             rotation=facts.rotation,
             longest=longest,
             head_scales=tuple(head_scales(each, layout.shape[0]).to(pool.device) for each in scales),
-            unfused=unfused_of(model.model) if pool.is_cuda else (),
+            unfused=unfused_of(model.model) if pool.device.type == "cuda" else (),
             adapters=self._adapters,
         )

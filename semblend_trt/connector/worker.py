@@ -146,12 +146,12 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def _open_tiers(self, pool: torch.Tensor, geometry: KvGeometry, rotation: Rotation) -> None:
         """Take the memory of this rank's tiers and staging. Raises ConfigurationError if it cannot be had."""
         settings, runtime, device, dtype = self._settings, self._runtime, pool.device, pool.dtype
-        arena = snapshots = None
+        arena, snapshots, is_card = None, None, device.type == "cuda"
         if settings.device_bytes:
             arena = DeviceTier(arena_blocks(settings.device_bytes, geometry, dtype), geometry, dtype, device)
-        self.store = DonorStore(HostTier(settings.host_bytes, geometry, dtype, lock=pool.is_cuda), arena)
+        self.store = DonorStore(HostTier(settings.host_bytes, geometry, dtype, lock=is_card), arena)
         reader, writer = None, HostWriter(rotation, None)
-        if pool.is_cuda and settings.host_bytes:
+        if is_card and settings.host_bytes:
             slot = settings.staging_bytes // (_LOAD_SLOTS + 1)
             reader = HostReader(device, rotation, Staging(slot * _LOAD_SLOTS, _LOAD_SLOTS, geometry, dtype, device))
             writer = HostWriter(rotation, Staging(slot, 1, geometry, dtype, device))
@@ -163,7 +163,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         if self._holds_saved_blocks and not self._is_v2:
             self.loader.in_blocks = self._in_blocks
         self.transfers = transfers = self._open_disk(geometry, dtype, self.store.host)
-        events, ranks, at_once = runtime.offload_events, runtime.ranks, _CHUNKS_AT_ONCE if pool.is_cuda else 0
+        events, ranks, at_once = runtime.offload_events, runtime.ranks, _CHUNKS_AT_ONCE if is_card else 0
         self.saver = DonorSaver(
             self.store, pool, geometry, rotation, writer, events, transfers, ranks, at_once=at_once, snapshots=snapshots
         )
