@@ -266,7 +266,6 @@ def test_missing_donor_lets_the_wrapper_compute(worker, args):
     assert (plan.spans, list(plan.holes), list(runtime_for(args).failed_loads)) == ((), [range(4, 20)], [7])
 
 
-@pytest.mark.promise("donors", "Once the weights of a running...")
 def test_a_look_up_has_checked_the_weights_for_one_forward_alone(worker, args):
     follow(worker, 1, (0, 1, 2), 24)
     worker.get_finished([1], [])
