@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 T = TypeVar("T")
@@ -87,12 +85,6 @@ class LayeredPool:
     @cached_property
     def strides(self) -> set[tuple[int, ...]]:
         return {plane.stride() for plane in self.planes}
-
-    @cached_property
-    def addresses(self) -> npt.NDArray[np.int64]:
-        """Where the planes begin, int64 [layers, kv_factor]."""
-        found: npt.NDArray[np.int64] = np.array([[each.data_ptr() for each in kind] for kind in self.kinds], np.int64).T
-        return found
 
     @cached_property
     def storages(self) -> set[int]:

@@ -84,8 +84,9 @@ def memory_of(kv: Kv) -> Memory:
         return memory_at(tensor, (0, *tensor.stride()[:4]), max(1, kv.capacity), np.zeros(1, np.int64))
     size, block_ids = kv.geometry.block_size, kv.block_ids.cpu().numpy()
     if isinstance(kv.pool, LayeredPool):
+        planes = np.array([[each.data_ptr() for each in kind] for kind in kv.pool.kinds], np.int64).T
         block, head, token, _ = tensor.stride()
-        return memory_at(tensor, (block, 0, 0, head, token), size, block_ids, kv.pool.addresses)
+        return memory_at(tensor, (block, 0, 0, head, token), size, block_ids, planes)
     head_dim = kv.geometry.head_dim
     return memory_at(tensor, (*tensor.stride()[:3], size * head_dim, head_dim), size, block_ids)
 
