@@ -142,11 +142,6 @@ class PagedKv:
         return geometry.num_layers, geometry.kv_factor, geometry.kv_heads, geometry.head_dim
 
     @property
-    def planes(self) -> tuple[torch.Tensor, ...]:
-        """All its memory: the pool, or K and V of each layer where the layers lie apart."""
-        return self.pool.planes if isinstance(self.pool, LayeredPool) else (self.pool,)
-
-    @property
     def memory(self) -> torch.Tensor:
         """The pool, or K of the lowest layer where the layers lie apart."""
         return self.pool.keys[0] if isinstance(self.pool, LayeredPool) else self.pool

@@ -13,7 +13,7 @@ from benchmarks.kernels import ceilings as card
 from benchmarks.kernels.ceilings import QWEN_7B, ROTATION, SHIFT, check_close, random_donor, random_layers, random_pool
 from kernels.deviation import FreshRows, deviation, relative, squares_by_torch, triton_deviation
 from kernels.kv_move import Move, kv_move, kv_move_by_torch, triton_move
-from kernels.layout import ContiguousKv, Kv, PagedKv
+from kernels.layout import ContiguousKv, Kv, LayeredPool, PagedKv
 from kernels.rope import Rotation
 from validation.results import Results, say
 
@@ -87,7 +87,9 @@ def _moves(donor: Kv) -> list[Move]:
 
 
 def _check(actual: PagedKv, expected: PagedKv, rotation: Rotation = ROTATION) -> None:
-    pairs = list(zip(actual.planes, expected.planes, strict=True))
+    pools = actual.pool, expected.pool
+    own, wanted = (each.planes if isinstance(each, LayeredPool) else (each,) for each in pools)
+    pairs = list(zip(own, wanted, strict=True))
     for ours, theirs in pairs:
         theirs.copy_(ours)
     moves = _moves(random_donor(200, sizes=actual.geometry))

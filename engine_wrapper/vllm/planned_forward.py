@@ -151,8 +151,7 @@ class PlannedForward:
                 return follow(rows, schedule, geometry.num_layers, ranks)
 
         few_rows = 0 if self._wholes is None else MOST_ROWS
-        given = max_rows, KEYS_PER_ROW, few_rows, self._last_samples
-        forward = EngineForward(geometry, ranks, run, lowest, *given)
+        forward = EngineForward(geometry, ranks, run, lowest, max_rows, KEYS_PER_ROW, few_rows, self._last_samples)
         return batch.run(plans, blocks, forward, sink)
 
     def _batch(self, options: Mapping[str, Any]) -> tuple[Batch, list[list[int]]]:

@@ -256,7 +256,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             if commands is not None:
                 self._make_room(commands)
                 self._await_launch(commands)
-        # Only now has the forward been launched, which the saver's thread would hold up.
+        # Only now has the forward been launched, which a look at the weights and the saver's thread would hold up.
         self._check_weights()
         waiting, self._waiting = self._waiting, []
         for commands, loaded in waiting:

@@ -31,12 +31,13 @@ class Bench:
                 NUM_LAYERS, 1, config.kv_lora_rank + config.qk_rope_head_dim, BLOCK_SIZE, kv_factor=1
             )
         shape = (4 * BLOCKS_A_REQUEST, NUM_LAYERS, self.geometry.kv_factor, self.geometry.row_elements)
-        self.pool = torch.full(shape, float("nan"), device=DEVICE, dtype=kv_dtype or model.dtype)
+        self.pool = torch.empty(shape, device=DEVICE, dtype=kv_dtype or model.dtype)
         self.forward = SparseForward(model, self.pool, self.geometry, ranks)
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(5)).tolist()
         self._blocks = [tuple(order[i::4]) for i in range(4)]
-        self.ranks, self.last_samples = ranks or Ranks(), LastSamples()
+        self.ranks = ranks or Ranks()
         self.evidence, self.lowest, self.weighed, self.forwards = [], [], 0, 0
+        self.clear()
 
     def clear(self):
         self.pool.fill_(float("nan"))
