@@ -207,7 +207,7 @@ def add_changes(rows: Results, index: SpanIndex, corpus: Corpus, count: int) -> 
 def changed(index: SpanIndex, change: Callable[..., object], *arguments: object) -> None:
     """Make a change and wait until the index has done it."""
     change(*arguments)
-    index.wait()
+    index.settle()
 
 
 def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
@@ -219,7 +219,7 @@ def add_many_runs(rows: Results, prompt: TokenArray, lookups: int) -> None:
         index = SpanIndex()
         for number, donor in enumerate(donors):
             index.add(SPACE, f"donor-{number}", donor)
-        index.wait()
+        index.settle()
         planner = Planner(index, settings, settings.policy, 28)
         for _ in range(lookups):
             began = time.thread_time()

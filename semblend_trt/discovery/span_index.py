@@ -9,8 +9,9 @@ import secrets
 import threading
 import weakref
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from hashlib import blake2b
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -325,7 +326,8 @@ def _grow(array: npt.NDArray[np.generic], count: int) -> None:
 class SpanIndex:
     """Index donors by their tokens. Thread safe: the lock covers anchors, never comparisons of tokens.
 
-    One thread of the index enters and removes anchors, so that no engine's step waits; a lookup waits for changes."""
+    Changes of anchors wait for a thread of the index, so that no engine's step does, or for the next lookup. Only `add`
+    wakes the thread, as the engine waits while that has the interpreter's lock."""
 
     def __init__(self, bounds: ScanBounds | None = None) -> None:
         """Compile the code, which takes seconds where it is not on disk yet: engines make an index at their start."""
@@ -337,10 +339,9 @@ class SpanIndex:
         self._numbers = count(1)
         self._secret = secrets.token_bytes(32)
         self._changes = threading.Lock()  # changes run in the order of their calls
+        self._waiting = deque[_Donor]()
         self._background = Background("semblend-index")
         weakref.finalize(self, self._background.close, 0.0)
-        self._last_change = threading.Event()
-        self._last_change.set()
         warm_up()
 
     def add(self, namespace_key: str, donor_id: str, tokens: npt.ArrayLike) -> None:
@@ -353,7 +354,8 @@ class SpanIndex:
                 raise ValueError(f"donor {donor_id} is already indexed; remove it first")
             donor = _Donor(donor_id, namespace_key, held, next(self._numbers))
             self._donors[donor_id] = self._by_number[donor.number] = donor
-            self._begin(self._enter, donor)
+            self._waiting.append(donor)
+        self._background.submit(self.settle)
 
     def remove(self, donor_id: str) -> bool:
         """Remove a donor; False when it is not indexed."""
@@ -362,7 +364,7 @@ class SpanIndex:
             if donor is None:
                 return False
             del self._by_number[donor.number]
-            self._begin(self._take_out, donor)
+            self._waiting.append(donor)
         return True
 
     def find(
@@ -383,7 +385,7 @@ class SpanIndex:
         if not self._donors:
             return scan
         anchors = fingerprint(prompt, len(prompt), shortest)
-        self.wait()
+        self.settle()
         is_surplus = anchors.surplus(self._bounds.max_repeats)
         repeats = is_surplus.any()
         scan.compare(self._nominate(namespace_key, anchors.only(~is_surplus) if repeats else anchors, scan))
@@ -395,38 +397,36 @@ class SpanIndex:
 
     def used_bytes(self) -> int:
         """Return the bytes of tokens and anchors, without donor ids and Python objects."""
-        self.wait()
+        self.settle()
         with self._changes, self._lock:
             arrays: list[npt.NDArray[Any] | None] = [*self._table.arrays]
             for donor in self._donors.values():
                 arrays += [donor.tokens, donor.pages]
             return sum(each.nbytes for each in arrays if each is not None)
 
-    def wait(self) -> None:
-        """Wait until the changes under way are done."""
-        self._last_change.wait()
+    def settle(self) -> None:
+        """Do the changes that wait."""
+        with self._lock:
+            while self._waiting:
+                self._update(self._waiting.popleft())
 
     def __contains__(self, donor_id: object) -> bool:
         return donor_id in self._donors
 
-    def _begin(self, change: Callable[[_Donor], None], donor: _Donor) -> None:
-        self._last_change = threading.Event()
-        self._background.submit(partial(change, donor))
-        self._background.submit(self._last_change.set)
-
-    def _enter(self, donor: _Donor) -> None:
+    def _update(self, donor: _Donor) -> None:
+        """Enter the anchors of a donor that is held; take out those of one that was removed."""
+        is_held, pages = donor.number in self._by_number, donor.pages
+        if is_held == (pages is not None):
+            return
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
-        with self._lock:
-            try:
-                donor.pages = self._table.add(donor.number, self._keys(donor.namespace_key, anchors), anchors.positions)
-            except CapacityError as error:
-                logger.warning("donor %s is not found by look-ups: %s", donor.donor_id, error)
-
-    def _take_out(self, donor: _Donor) -> None:
-        anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
-        with self._lock:
-            if donor.pages is not None:
-                self._table.remove(donor.pages, self._keys(donor.namespace_key, anchors))
+        keys = self._keys(donor.namespace_key, anchors)
+        if pages is not None:
+            self._table.remove(pages, keys)
+            return
+        try:
+            donor.pages = self._table.add(donor.number, keys, anchors.positions)
+        except CapacityError as error:
+            logger.warning("donor %s is not found by look-ups: %s", donor.donor_id, error)
 
     def _keys(self, namespace_key: str, anchors: Fingerprints) -> Keys:
         """Return hashes times an odd, secret factor of the namespace, so that no text can be chosen to give equal keys.

@@ -27,7 +27,7 @@ def use_spans():
     index.add("space", "donor", TOKENS)
     assert index.find("space", TOKENS).runs
     index.remove("donor")
-    index.wait()
+    index.settle()
 
 
 @pytest.mark.parametrize(

@@ -255,11 +255,19 @@ def test_readers_find_every_published_donor_while_the_table_grows_many_times():
     assert len(index._donors) == 150
 
 
+def test_a_donor_is_entered_before_any_lookup_asks():
+    index = SpanIndex()
+    index.add("space", "donor", np.arange(100))
+    index._background.drain()
+    assert not index._waiting
+    assert index._donors["donor"].pages is not None
+
+
 def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch):
     index, rng = SpanIndex(), np.random.default_rng(6)
     kept, more = rng.integers(0, 1000, (2, 4000))
     index.add("space", "kept", kept)
-    index.wait()
+    index.settle()
     monkeypatch.setattr("semblend_trt.discovery.span_index._MOST_PAGES", index._table._pages)
     index.add("space", "more", more)
     assert index.find("space", more).runs == []
