@@ -3,21 +3,23 @@
 An id says little: vLLM loads another adapter in the place of one, and reads an adapter's files again after it has
 dropped it. So KV belongs to an adapter's name and to a digest of what vLLM has loaded.
 
-Facts: vLLM (0.28 to 0.32), `lora/model_manager.py` (`list_adapters`, `set_adapter_mapping`), `lora/lora_model.py`,
-and `v1/worker/lora_model_runner_mixin.py`: both runners set the step's mapping before they bind a step's metadata."""
+Facts: vLLM (0.28 to 0.33), `lora/model_manager.py` (`list_adapters`; `set_adapter_mapping` does nothing for the mapping
+that is set), `lora/lora_model.py`, and `v1/worker/lora_model_runner_mixin.py`: both runners set the step's mapping
+before they bind a step's metadata."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.lora.layers import LoRAMapping
 
-from engine_wrapper.vllm.hooks import adapters_of
+from engine_wrapper.vllm.hooks import adapters_of, set_adapters
 from semblend_trt.errors import LayoutError
 from semblend_trt.runtime import AdapterWeights
 
@@ -57,15 +59,14 @@ class LoadedAdapters:
     @contextmanager
     def own_rows(self, *, logits_follow: bool) -> Iterator[None]:
         """Leave vLLM's mapping as the step has it. Logits need that of its requests alone: if they follow a block that
-        ended well, the rows' part may stay ours. On a card every change of a mapping waits for all that is queued."""
-        mapping, is_kept = self._manager._last_mapping, False
+        ended well, rows get the same one, which a next step that decodes finds set."""
+        mapping = self._manager._last_mapping
         try:
             yield
-            if logits_follow and mapping is not None:
-                is_kept = mapping.prompt_mapping == self._manager._last_mapping.prompt_mapping
+            if logits_follow:
+                mapping = replace(mapping, index_mapping=mapping.prompt_mapping)
         finally:
-            if mapping is not None and not is_kept:
-                self._manager.set_adapter_mapping(mapping)
+            set_adapters(self._manager, mapping)
 
     def map_rows(self, sequences: Sequence[SequenceRows]) -> int:
         """Give the rows of each sequence its request's adapter; return how many kinds of rows vLLM's kernels then tell
@@ -79,7 +80,7 @@ class LoadedAdapters:
 
     def _map(self, adapters: list[int], counts: list[int]) -> int:
         rows = tuple(np.repeat(adapters, counts).tolist())
-        self._manager.set_adapter_mapping(LoRAMapping(rows, tuple(adapters), is_prefill=True))
+        set_adapters(self._manager, LoRAMapping(rows, tuple(adapters), is_prefill=True))
         return len({*adapters}) if any(adapters) else 0  # rows of the base model are a kind of their own
 
 

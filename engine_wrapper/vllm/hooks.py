@@ -17,8 +17,10 @@ import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm import envs
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
@@ -31,7 +33,6 @@ from semblend_trt.errors import LayoutError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
     from vllm.model_executor.custom_op import CustomOp
 
     from engine_wrapper.patches import Undo
@@ -44,9 +45,6 @@ _HARMLESS = (
     "get_kv_connector_handshake_metadata get_supported_tasks initialize_from_config list_loras pin_lora profile "
     "remove_lora reset_encoder_cache reset_mm_cache sample_tokens shutdown take_draft_token_ids"
 )
-
-# What an object that holds LoRA adapters has.
-_OF_ADAPTERS = ("list_adapters", "set_adapter_mapping", "_last_mapping")
 
 
 # -- objects of vLLM ---------------------------------------------------------------------------------------------------
@@ -154,7 +152,8 @@ def attentions_of(model: Any) -> Any:
 def adapters_of(manager: Any) -> Any:
     """Return what holds the loaded adapters of a LoRA manager; None if it is of another kind."""
     held = getattr(manager, "_adapter_manager", None)
-    return held if all(hasattr(held, name) for name in _OF_ADAPTERS) else None
+    names = "list_adapters set_adapter_mapping _last_mapping lora_index_to_id punica_wrapper_mapping"
+    return held if all(hasattr(held, name) for name in names.split()) else None
 
 
 # -- changes until the engine ends -------------------------------------------------------------------------------------
@@ -279,6 +278,19 @@ def own_kernels(modules: Sequence[CustomOp]) -> Iterator[None]:
         for op in (each for each in IrOp.registry.values() if "vllm_c" in each.impls) if modules else ():
             undo.enter_context(op.set_priority(["vllm_c", "native"]))
         yield
+
+
+def set_adapters(manager: Any, mapping: Any) -> None:
+    """Have vLLM set a LoRA mapping, whose rows the host sorts: a card would do so after all that is queued."""
+    _tell_once("the host sorts rows by their adapters")
+    slots = {number: slot for slot, number in enumerate(manager.lora_index_to_id)} | {0: -1}
+    sides = {"token_mapping_meta": mapping.index_mapping, "prompt_mapping_meta": mapping.prompt_mapping}
+    with ExitStack() as undo:
+        for wrapper, (name, ids) in product(manager.punica_wrapper_mapping.values(), sides.items()):
+            if (kernels := getattr(wrapper, name, None)) is not None:
+                sort = partial(kernels.prepare_tensors, torch.tensor([slots[each] for each in ids]))
+                undo.callback(replace_method(kernels, "prepare_tensors", lambda _, sort=sort: sort()))
+        manager.set_adapter_mapping(mapping)
 
 
 def _set_methods(modules: Sequence[CustomOp], methods: Sequence[Callable[..., torch.Tensor]]) -> None:

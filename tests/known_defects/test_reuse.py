@@ -1,6 +1,7 @@
 """Defects of public connectors, each by the situation that triggers it."""
 
 import threading
+from traceback import extract_stack
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,6 @@ from kernels.kv_move import Move
 from kernels.layout import ContiguousKv, KvGeometry, PagedKv
 from kernels.rope import RopeRotation
 from semblend_trt.discovery.span_index import SpanIndex
-from semblend_trt.donors.donor_index import DonorIndex
 from semblend_trt.transfer import load as loader
 from semblend_trt.transfer import staging
 from tests.builders.engine import BLOCK, DOCUMENT, DONOR, GREEDY, PREFILL, SHIFTED, Engines, serve, text
@@ -89,22 +89,14 @@ def test_what_is_not_promised_is_not_copied(engine, copied, variables):
 @pytest.mark.promise("donors", "The end of a request only enqueues; a save waits for nothing")
 @pytest.mark.known_defect(18)
 def test_the_end_of_a_request_only_enqueues(engine, monkeypatch):
-    indexing, copying, thread = [], set(), threading.current_thread
-    update, move, end = SpanIndex._update, staging.kv_move, DonorIndex.begin_save
-    monkeypatch.setattr(SpanIndex, "_update", lambda *given: indexing.append(thread()) or update(*given))
+    indexing, copying = [], set()
+    update, move, thread = SpanIndex._update, staging.kv_move, threading.current_thread
+    monkeypatch.setattr(SpanIndex, "_update", lambda *given: indexing.append(str(extract_stack())) or update(*given))
     monkeypatch.setattr(staging, "kv_move", lambda *given: copying.add(thread()) or move(*given))
-
-    def indexed(*given):
-        before = indexing.count(thread())
-        return end(*given), indexing.count(thread()) - before
-
-    ended = []
-    monkeypatch.setattr(DonorIndex, "begin_save", lambda *given: ended.append(indexed(*given)) or ended[-1][0])
     llm = engine()
     serve(llm, DONOR)
     serve(llm, DONOR[100:] + DONOR)
-    assert ended == [(True, 0)]
-    assert indexing
+    assert {"request_finished" in each for each in indexing} == {False}
     assert copying
     assert thread() not in copying
 

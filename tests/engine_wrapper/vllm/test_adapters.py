@@ -1,15 +1,26 @@
 """LoRA adapters: KV of one never serves another or the base model, and planned rows get their request's adapter."""
 
 import shutil
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from torch.cuda import is_available
 from transformers import AutoConfig
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 from vllm.lora.request import LoRARequest
 
 from benchmarks import bench_model
+from engine_wrapper.vllm import adapters as vllm_adapters
 from engine_wrapper.vllm import planned_forward
 from engine_wrapper.vllm.adapters import LoadedAdapters
+from engine_wrapper.vllm.hooks import set_adapters
 from tests.builders.vllm import DOCUMENT, DONOR, MOVED, NEW, WHOLE, is_cold, serving, while_another_decodes
 from tests.engine_wrapper.watching import failing, watched
 from validation.models import shipped_model
@@ -81,6 +92,37 @@ def test_another_request_keeps_its_adapter_beside_a_plan(engine, adapters, cold_
     found = while_another_decodes(served.emptied(), *reversed(adapters))
     assert found == {"new": alone.tokens, "moved": cold_with[1].tokens}
     assert served.runtime.faults.pop("planned_forward", 0) == is_failing
+
+
+def test_a_step_that_decodes_after_a_plan_finds_its_mapping_set(engine, adapters, monkeypatch):
+    served = loaded(engine(*WHOLE, **LORA), *adapters)
+    ask(served.emptied(), (DONOR, adapters[0]), max_tokens=1)
+    served.emptied()
+    places = (LoRAModelManager, "_set_adapter_mapping"), (vllm_adapters, "set_adapters")
+    made, ours = (watched(monkeypatch, *place, lambda _, __, to: len(to.index_mapping)) for place in places)
+    ask(served, (MOVED, adapters[0]), max_tokens=3)
+    assert (made, ours) == ([40, len(MOVED), 1], [len(MOVED), 1])
+
+
+def kernels_of(device):
+    """A manager, and what it gives to a card's kernels. Rows of a meta device cannot be read."""
+    wrapper, ids = PunicaWrapperCPU(64, 16, device), [5, None, 7]
+    found = wrapper.token_mapping_meta, wrapper.prompt_mapping_meta = [LoRAKernelMeta.make(3, 64, "cpu") for _ in "tp"]
+    update = partial(PunicaWrapperGPU.update_metadata, wrapper)
+    manager = {"set_adapter_mapping": lambda to: update(to, ids, 4, 1000), "lora_index_to_id": ids}
+    return SimpleNamespace(**manager, punica_wrapper_mapping={"": wrapper}), found
+
+
+def test_the_host_sorts_rows_as_a_card_does():
+    (stock, wanted), (own, found) = kernels_of("cpu"), kernels_of("meta")
+    drawn = np.random.default_rng(0).choice([0, 5, 7], (3, 50)).tolist()
+    for ids in ([7] * 64, *drawn, drawn[0][:3], [0] * 9):
+        stock.set_adapter_mapping(mapping := LoRAMapping(ids, ids, is_prefill=True))
+        set_adapters(own, mapping)
+        for pair in zip(wanted, found, strict=True):
+            assert all(map(torch.equal, *(each.meta_args(len(ids), specialize_active_lora=True) for each in pair)))
+    with pytest.raises(NotImplementedError):
+        own.set_adapter_mapping(mapping)
 
 
 @pytest.mark.promise("engines", "In vLLM a LoRA adapter reuses...")

@@ -259,7 +259,6 @@ def test_a_donor_is_entered_before_any_lookup_asks():
     index = SpanIndex()
     index.add("space", "donor", np.arange(100))
     index._background.drain()
-    assert not index._waiting
     assert index._donors["donor"].pages is not None
 
 
