@@ -87,8 +87,7 @@ def _moves(donor: Kv) -> list[Move]:
 
 
 def _check(actual: PagedKv, expected: PagedKv, rotation: Rotation = ROTATION) -> None:
-    pools = actual.pool, expected.pool
-    own, wanted = (each.planes if isinstance(each, LayeredPool) else (each,) for each in pools)
+    own, wanted = (each.planes if isinstance(each, LayeredPool) else (each,) for each in (actual.pool, expected.pool))
     pairs = list(zip(own, wanted, strict=True))
     for ours, theirs in pairs:
         theirs.copy_(ours)

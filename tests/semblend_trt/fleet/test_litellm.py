@@ -177,17 +177,18 @@ def test_workers_restart_one_after_the_other_and_every_request_is_answered(fleet
             fleet.ending.callback(again.kill)
             again.address()
             assert {each.result()[0] for each in asked} <= {"one", "two"}
-    # A worker that was tried while it was away rests for a while.
-    wait_for(lambda: {fleet.proxy.ask(page())[0] for _ in range(2)} == {"one", "two"})
-    # `hold` may take the donor of another page, which comes late, for its own.
-    wait_for(lambda: fleet.reuses(INSTRUCTIONS[1] + (text := page()), fleet.hold(INSTRUCTIONS[0] + text)))
+    # A worker that was tried while it was away rests for a while. Of short pages no donor comes late, as `hold`'s own.
+    wait_for(lambda: {fleet.proxy.ask(page(8))[0] for _ in range(2)} == {"one", "two"})
+    text = page()
+    holder = fleet.hold(INSTRUCTIONS[0] + text)
+    assert fleet.reuses(INSTRUCTIONS[1] + text, holder)
 
 
 @pytest.mark.promise("fleet", "A dead or frozen worker is replaced as long as the client was sent nothing")
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_freezes_or_dies_is_replaced(fleet, end):
     """The last tests of the fleet: a worker freezes, and goes on when its cooldown is over; then one dies."""
-    wait_for(lambda: {fleet.proxy.ask(page())[0] for _ in range(2)} == {"one", "two"})
+    wait_for(lambda: {fleet.proxy.ask(page(8))[0] for _ in range(2)} == {"one", "two"})
     text = page()
     holder = fleet.hold(INSTRUCTIONS[0] + text)
     os.kill(fleet.workers[holder].pid, end)
