@@ -105,12 +105,6 @@ def train_tokenizer(books: list[str], seed: int, size: int = 2_048) -> Tokenizer
     return tokenizer
 
 
-def encode_books(tokenizer: Tokenizer, books: list[str]) -> NDArray[np.uint16]:
-    """Return all books as one array of token ids, each book followed by `<|endoftext|>`."""
-    encodings = tokenizer.encode_batch(paragraphs(books, characters=20_000))
-    return np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])
-
-
 def _sample(books: list[str], rng: random.Random) -> Iterator[str]:
     parts = paragraphs(books, characters=5_000)
     rng.shuffle(parts)
@@ -476,7 +470,9 @@ def main(values: list[str] | None = None) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(arguments.seed)
     tokenizer = train_tokenizer(books, arguments.seed)
-    source = tokenizer, books, encode_books(tokenizer, books)
+    # Token ids of all books, each followed by <|endoftext|>.
+    ids = [np.asarray(it.ids, dtype=np.uint16) for it in tokenizer.encode_batch(paragraphs(books, characters=20_000))]
+    source = tokenizer, books, np.concatenate(ids)
     # Forked workers share the books; the parent must not have touched the GPU yet.
     loaders: list[DataLoader[Any]] = [
         DataLoader(

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from multiprocessing.pool import ThreadPool
+from multiprocessing import TimeoutError
+from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasPath, BaseModel, Field, StrictInt
+from pydantic import AliasPath, BaseModel, Field, StrictInt, TypeAdapter
 from tqdm import tqdm
 
 from semblend_trt.cli._server import Server, add_server, said
@@ -33,6 +34,7 @@ from semblend_trt.policy import EXACT_ONLY
 
 SUMMARY = "prefill documents ahead, so that requests can reuse them"
 STATE_NAME = ".semblend-warm.json"
+_STATE = TypeAdapter(dict[Literal["warmed"], list[str]])
 # Statuses that are about the document; others are about the server.
 _REFUSED = (400, 413, 422, 500)
 
@@ -129,8 +131,8 @@ class Warming:
         self.counts: Counter[str] = Counter()
         if state.exists():
             try:
-                self._sent |= dict.fromkeys(_Kept.model_validate_json(read_input(state)).warmed)
-            except (OSError, ValueError):
+                self._sent |= dict.fromkeys(_STATE.validate_json(read_input(state))["warmed"])
+            except (OSError, ValueError, KeyError):
                 raise ConfigurationError(f"{state} is no state of this command; name another with --state") from None
 
     def send(self, documents: Sequence[tuple[str, str]], threads: ThreadPool) -> None:
@@ -145,8 +147,8 @@ class Warming:
             else:
                 fresh[digest] = place, json.dumps({**self._fields, "prompt": self._prefix + text}).encode()
         answers = threads.imap(partial(_prefill, self._server), [body for _, body in fresh.values()])
-        for (digest, (place, _)), tokens in zip(fresh.items(), answers, strict=True):
-            if isinstance(tokens, str):
+        for digest, (place, _) in fresh.items():
+            if isinstance(tokens := _next(answers), str):
                 self.fail(place, tokens)
             else:
                 self.counts.update(sent=1, tokens=tokens)
@@ -158,12 +160,15 @@ class Warming:
         tqdm.write(printable(f"{place}: {problem}"), file=sys.stderr)
 
 
-class _Kept(BaseModel):
-    warmed: list[str]
-
-
 class _Answer(BaseModel):
     tokens: Annotated[StrictInt, Field(ge=0, le=1 << 40, validation_alias=AliasPath("usage", "prompt_tokens"))]
+
+
+def _next(answers: IMapIterator[int | str]) -> int | str:
+    """Return the next answer. A wait without an end can miss an interrupt that comes just before it."""
+    while True:
+        with suppress(TimeoutError):
+            return answers.next(timeout=0.2)
 
 
 def _prefill(server: Server, body: bytes) -> int | str:
