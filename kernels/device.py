@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 _FP8_CAPABILITY = (8, 9)
+_capability = cache(torch.cuda.get_device_capability)
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -43,11 +44,6 @@ def launch(kernel: Any, grid: tuple[int, ...], near: torch.Tensor, *arguments: o
     """Launch a Triton kernel on the current stream of the device of `near`, or run it in the interpreter."""
     with torch.cuda.device_of(near):
         kernel[grid](*arguments, **constants)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def side_stream(device: torch.device) -> Stream | None:

@@ -108,7 +108,7 @@ class Weights:
     def __init__(self, model: torch.nn.Module) -> None:
         """Read all weights once. Raises RuntimeError or TypeError for tensors without an address."""
         self._model = model
-        self._is_suspect = self._was_reset = False
+        self._is_suspect = self._was_reset = self._has_waited = False
         self._watch()
         self._first = self._digest = weights_digest(model)
         self.prefix_is_stale = False
@@ -127,13 +127,18 @@ class Weights:
         """Note that the engine has emptied its own prefix cache."""
         self._was_reset, self.prefix_is_stale = True, False
 
-    def have_changed(self) -> bool:
-        """Return True once for every change of contents. Raises nothing: what cannot be read counts as changed.
+    def have_changed(self, *, is_due: bool = True) -> bool:
+        """Return True once for every change of contents. Raises nothing: what cannot be read counts as changed. A call
+        that is not due looks only after `suspect`. After one a write counts as a change, as it may have been undone.
 
         After a change `prefix_is_stale` until the engine's prefix cache is reset: it holds KV of the weights before."""
-        if not self._is_suspect:
-            with suppress(RuntimeError, TypeError):  # a new tensor has no address or count
-                if self._shown() == self._seen:
+        if not (is_due or self._is_suspect):
+            self._has_waited = True
+            return False
+        with suppress(RuntimeError, TypeError):  # a new tensor has no address or count
+            if self._shown() == self._seen:
+                self._has_waited = False
+                if not self._is_suspect:
                     return False
         try:
             self._watch()
@@ -141,10 +146,10 @@ class Weights:
         except Exception:
             logger.exception("the model's weights cannot be read; they count as changed")
             digest = unknown_value()
-        changed = digest != self._digest
+        changed = digest != self._digest or self._has_waited
         if changed:
             self.prefix_is_stale = not (self._is_suspect and self._was_reset)
-        self._digest, self._is_suspect = digest, False
+        self._digest, self._is_suspect, self._has_waited = digest, False, False
         return changed
 
     def _watch(self) -> None:
@@ -165,7 +170,7 @@ class Weights:
         return list(chain.from_iterable(map(_values, self._held)))
 
     def _shown(self) -> tuple[list[int], list[int]]:
-        """Return addresses, and write counts of all but inference tensors. In C alone: this runs at every step."""
+        """Return addresses, and write counts of all but inference tensors. In C alone, which a step waits for."""
         tensors = self._tensors()
         # vLLM's parameters override torch's functions in Python, which takes fifteen times as long.
         with torch._C.DisableTorchFunctionSubclass():
@@ -266,9 +271,9 @@ class Runtime:
     engine = _held_weakly("_engine")
     scheduler = _held_weakly("_scheduler")
 
-    def check_weights(self) -> None:
-        """Count a change of the model's weights since the last call."""
-        if self.weights is not None and self.weights.have_changed():
+    def check_weights(self, *, is_due: bool = True) -> None:
+        """Count a change of the model's weights since the last call; see `Weights.have_changed`."""
+        if self.weights is not None and self.weights.have_changed(is_due=is_due):
             logger.warning("the model's weights have changed: what was computed with the weights before is dropped")
             self.weights_changes += 1
 

@@ -12,7 +12,7 @@ import inspect
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -257,6 +257,10 @@ def _transposed_keys(cache: torch.Tensor) -> Views:
 _LAYOUTS = (_channels, _halves, _transposed_keys)
 
 
+# A step asks for it in every layer.
+_of_one_layer: Callable[[KvGeometry], KvGeometry] = cache(partial(replace, num_layers=1))
+
+
 # -- the decoder -------------------------------------------------------------------------------------------------------
 
 
@@ -297,12 +301,6 @@ class Decoder:
             return keys, values
         stored, *rest = self.layout.stored(self.attention[layer], self.caches[layer], keys, values)
         return stored, rest[0] if rest else None
-
-
-@cache
-def _of_one_layer(geometry: KvGeometry) -> KvGeometry:
-    """Cached, as a step asks for it in every layer."""
-    return replace(geometry, num_layers=1)
 
 
 def unfused_of(decoder: torch.nn.Module) -> tuple[CustomOp, ...]:

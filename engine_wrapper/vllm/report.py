@@ -123,7 +123,7 @@ class RemoteWeights:
         """Note that vLLM has emptied its own prefix cache."""
         self._was_reset, self.prefix_is_stale = True, False
 
-    def have_changed(self) -> bool:
+    def have_changed(self, **_: bool) -> bool:
         """False: a report says it."""
         return False
 

@@ -63,7 +63,8 @@ class DraftedRequest(RequestData):
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request of a step: `tokens` are scheduled; `block_ids` are all of its blocks; `adapter` is an id, or 0."""
+    """One request of a step: `tokens` are scheduled; `adapter` is an id, or 0. `block_ids` are all of its blocks if the
+    step begins a request, else the first."""
 
     number: int
     begin: int
@@ -105,13 +106,15 @@ class Steps:
             self._adapters.pop(gone, None)
             self._certain.pop(gone, None)
         new, known, step = list[RequestData](), list[RequestData](), dict[str, Scheduled]()
-        drafts = output.scheduled_spec_decode_tokens
+        drafts, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
+        # Plans run in steps that begin a request. Long lists in each step would take time, above all between processes.
+        most = None if output.scheduled_new_reqs or cached.resumed_req_ids else 1
 
         def add(found: list[RequestData], request_id: str, begin: int, new_blocks: list[int]) -> None:
             held = self._blocks.setdefault(request_id, [])
             held.extend(new_blocks)
             number, count = self._number_of(request_id), output.num_scheduled_tokens[request_id]
-            step[request_id] = Scheduled(number, begin, count, tuple(held), self._adapters.get(request_id, 0))
+            step[request_id] = Scheduled(number, begin, count, tuple(held[:most]), self._adapters.get(request_id, 0))
             if request_id in drafts or request_id in self._certain:
                 # What of the drafts is taken is known at the next step, by where that begins.
                 end = begin + count - len(drafts.get(request_id, ()))
@@ -125,7 +128,6 @@ class Steps:
             if (adapter := request.lora_request) is not None:
                 self._adapters[request.req_id] = int(adapter.lora_int_id)
             add(new, request.req_id, request.num_computed_tokens, request.block_ids[0])
-        cached = output.scheduled_cached_reqs
         gained = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for request_id, begin, block_ids in gained:
             is_back = request_id in cached.resumed_req_ids
@@ -164,15 +166,11 @@ class Recovery:
         asked, self._begins_again = self._begins_again, False
         return asked
 
-    def compute_again(self, block_ids: Iterable[int]) -> None:
-        """Have vLLM take no token of the step's requests with these blocks before they are computed."""
-        self._failed_blocks.update(block_ids)
+    def compute_again(self, block_ids: Iterable[int] | None = None) -> None:
+        """Have vLLM take no token of the step's requests with these blocks, or any, before they are computed."""
+        self._failed_blocks.update(self._all_blocks if block_ids is None else block_ids)
         if self._is_async:
             self.begin_again()
-
-    def compute_all_again(self) -> None:
-        """As `compute_again`, for all requests that this step does not compute whole."""
-        self.compute_again(self._all_blocks)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose loads have failed since the last call."""

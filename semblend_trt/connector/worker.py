@@ -75,6 +75,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
+        # Whether the step has a plan or begins what may become a donor: only then, and at ends, weights matter.
+        self._begins = True
         # Moves between the tiers that wait for the forward's launch, and the event after the loads before it.
         self._waiting: list[tuple[OffloadCommands, Event | None]] = []
         self.store: DonorStore | None = None
@@ -217,6 +219,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other must not have it applied twice
         metadata = readable_metadata(bound, runtime)
+        self._begins = metadata is None or bool(metadata.plans or metadata.followed)
         if metadata is None:
             return
         if metadata.plans and not are_checked:
@@ -257,7 +260,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self._make_room(commands)
                 self._await_launch(commands)
         # Only now has the forward been launched, which a look at the weights and the saver's thread would hold up.
-        self._check_weights()
+        self._check_weights(is_due=self._begins or bool(finished_gen_req_ids))
         waiting, self._waiting = self._waiting, []
         for commands, loaded in waiting:
             assert self.saver is not None
@@ -322,10 +325,10 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 followed.written_tokens += 1
                 followed.iteration = self._iteration
 
-    def _check_weights(self) -> None:
+    def _check_weights(self, *, is_due: bool = True) -> None:
         """Refuse all reuse if new weights bring other scales. Raises nothing: ended requests wait for the caller."""
         runtime = self._runtime
-        runtime.check_weights()
+        runtime.check_weights(is_due=is_due)
         if runtime.weights_changes == self._weights_changes:
             return
         self._weights_changes = runtime.weights_changes

@@ -190,16 +190,12 @@ class Served:
     runtime = property(lambda self: self.scheduler._runtime)
     runner = property(lambda self: self.core.model_executor.driver_worker.worker.model_runner)
     blocks = property(lambda self: self.core.scheduler.kv_cache_manager.block_pool)
+    faults = property(lambda self: self.read("faults"))
+    refusal = property(lambda self: self.read("refusal"))
 
-    @property
-    def faults(self):
+    def read(self, name):
         self.are_faults_read = True
-        return self.runtime.faults
-
-    @property
-    def refusal(self):
-        self.are_faults_read = True
-        return self.runtime.refusal
+        return getattr(self.runtime, name)
 
     def outputs(self, *prompts, salts=(), adapters=None, priority=None, **options):
         """Return vLLM's outputs of prompts that are asked together, greedily unless `options` say otherwise."""

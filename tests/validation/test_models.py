@@ -97,8 +97,7 @@ def test_recorded_profiles_hold_their_digest_and_the_evidence_that_they_need(pat
 
 
 def test_what_is_evidence_is_what_a_calibration_asks():
-    kinds = {family(name).kind for name in EVIDENCE_FAMILIES}
-    assert kinds == {Kind.HARMLESS, Kind.TRAP}
+    assert {family(name).kind for name in EVIDENCE_FAMILIES} == {Kind.HARMLESS, Kind.TRAP}
     assert set(EVIDENCE_FAMILIES) <= set(FamilyRequest().family_names())
 
 

@@ -140,13 +140,13 @@ def known(name, computed, block_ids, **more):
     return {"req_ids": [name], "num_computed_tokens": [computed], "new_block_ids": [gained], **more}
 
 
-def test_blocks_are_gathered_from_step_to_step():
+def test_blocks_are_gathered_for_steps_that_begin_a_request():
     steps = Steps(NUMBERS.__getitem__)
     told, found = steps.read(step({"a": 32, "b": 16}, [new("a", [1, 2]), new("b", [3], computed=16)]))
     assert [each.request_id for each in told.new_requests] == [7, 8]
     assert (found["b"].begin, found["b"].tokens, found["b"].block_ids) == (16, 16, (3,))
-    for computed, gained, blocks in ((32, [4], (1, 2, 4)), (33, None, (1, 2, 4))):
-        told, found = steps.read(step({"a": 1}, **known("a", computed, gained)))
+    for computed, gained, begins, blocks in ((32, [4], [], (1,)), (33, None, [new("b", [5])], (1, 2, 4))):
+        told, found = steps.read(step({"a": 1, "b": 1}, begins, **known("a", computed, gained)))
         assert [each.request_id for each in told.cached_requests] == [7]
         assert (found["a"].begin, found["a"].block_ids) == (computed, blocks)
 

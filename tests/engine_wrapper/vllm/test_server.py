@@ -152,9 +152,8 @@ def test_a_tenants_salt_reaches_vllm(fleet):
     assert fleet.ask(prompt, extra_body={"cache_salt": "guessed"})[0] == holder
     assert fleet.ask(prompt, "globex")[1:] == (expected, 0)
     for salt in ("guessed", None):
-        answer = fleet.workers[holder].client.completions.create(
-            model=NAME, prompt=prompt, **GREEDY, extra_body={"cache_salt": salt}
-        )
+        asked = {"cache_salt": salt}
+        answer = fleet.workers[holder].client.completions.create(model=NAME, prompt=prompt, **GREEDY, extra_body=asked)
         assert told(answer)[1] < 400, salt
 
 

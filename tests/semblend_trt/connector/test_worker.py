@@ -276,6 +276,10 @@ def test_a_look_up_has_checked_the_weights_for_one_forward_alone(worker, args):
         begin(worker, plans=(reuse(),))
         assert (runtime.weights_changes, list(runtime.failed_loads)) == (changes, failed)
         linear.reset_parameters()
+    for followed, changes in (((), 1), ((2,), 2)):  # the first step ends and begins nothing
+        step(worker, followed=followed)
+        worker.get_finished([], [])
+        assert runtime.weights_changes == changes
 
 
 @pytest.mark.promise("reuse", "A donor that is lost costs...")
