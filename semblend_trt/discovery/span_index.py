@@ -115,13 +115,13 @@ class ScanBounds:
 
 @dataclass(slots=True)
 class _Donor:
-    """`entered`: the keys of its anchors and the pages of their places, once these are in the table."""
+    """`pages` of its anchors' places; None until these are entered."""
 
     donor_id: str
     namespace_key: str
     tokens: TokenArray
     number: int
-    entered: tuple[Keys, Pages] | None = None
+    pages: Pages | None = None
 
 
 # The donor, the shift from prompt to donor positions, and the anchors' positions in the prompt.
@@ -170,8 +170,8 @@ class AnchorTable:
             entered, full = _enter(self.arrays, keys, positions, pages, entered)
         return pages
 
-    def remove(self, keys: Keys, pages: Pages) -> None:
-        """Remove the places of `keys` in the pages that `add` returned for them."""
+    def remove(self, pages: Pages, keys: Keys) -> None:
+        """Remove the places in the pages that `add` returned for `keys`."""
         _leave(self.arrays, keys, pages)
         self._free += pages.tolist()
 
@@ -224,7 +224,7 @@ def warm_up() -> None:
     pages = table.add(1, keys, np.zeros(1, dtype=np.int64))
     _refill(table.arrays, keys[:0])
     table.find(keys, 1, 1)
-    table.remove(keys, pages)
+    table.remove(pages, keys)
 
 
 @compiled
@@ -399,10 +399,10 @@ class SpanIndex:
         """Return the bytes of tokens and anchors, without donor ids and Python objects."""
         self.settle()
         with self._changes, self._lock:
-            arrays: list[npt.NDArray[Any]] = [*self._table.arrays]
+            arrays: list[npt.NDArray[Any] | None] = [*self._table.arrays]
             for donor in self._donors.values():
-                arrays += [donor.tokens, *(donor.entered or ())]
-            return sum(each.nbytes for each in arrays)
+                arrays += [donor.tokens, donor.pages]
+            return sum(each.nbytes for each in arrays if each is not None)
 
     def settle(self) -> None:
         """Do the changes that wait."""
@@ -415,15 +415,16 @@ class SpanIndex:
 
     def _update(self, donor: _Donor) -> None:
         """Enter the anchors of a donor that is held; take out those of one that was removed."""
-        is_held, entered = donor.number in self._by_number, donor.entered
-        if entered is not None and not is_held:
-            self._table.remove(*entered)
-        if entered is not None or not is_held:
+        is_held, pages = donor.number in self._by_number, donor.pages
+        if is_held == (pages is not None):
             return
         anchors = fingerprint(donor.tokens, self._bounds.max_repeats)
         keys = self._keys(donor.namespace_key, anchors)
+        if pages is not None:
+            self._table.remove(pages, keys)
+            return
         try:
-            donor.entered = keys, self._table.add(donor.number, keys, anchors.positions)
+            donor.pages = self._table.add(donor.number, keys, anchors.positions)
         except CapacityError as error:
             logger.warning("donor %s is not found by look-ups: %s", donor.donor_id, error)
 

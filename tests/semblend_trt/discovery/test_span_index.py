@@ -259,7 +259,7 @@ def test_a_donor_is_entered_before_any_lookup_asks():
     index = SpanIndex()
     index.add("space", "donor", np.arange(100))
     index._background.drain()
-    assert index._donors["donor"].entered is not None
+    assert index._donors["donor"].pages is not None
 
 
 def test_an_index_without_room_goes_on_with_what_it_holds(monkeypatch):
@@ -291,7 +291,7 @@ def test_the_newest_places_of_each_key_are_found_through_any_change(different, m
         while len(donors) > 100 or (donors and rng.random() < 0.3):
             gone = int(rng.choice(list(donors)))
             keys, pages = donors.pop(gone)
-            table.remove(keys, pages)
+            table.remove(pages, keys)
             for key in set(keys.tolist()):
                 held[key] = [place for place in held[key] if place[0] != gone]
         asked = np.unique(np.concatenate([rng.choice(pool, 20), rng.integers(0, 1 << 64, 5, dtype=np.uint64)]))
