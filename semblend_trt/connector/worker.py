@@ -75,8 +75,8 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
-        # Whether the step has a plan or begins what may become a donor: only then, and at ends, weights matter.
-        self._begins = True
+        # Whether the step only goes on with what may become a donor: it compares no weights.
+        self._goes_on = False
         # Moves between the tiers that wait for the forward's launch, and the event after the loads before it.
         self._waiting: list[tuple[OffloadCommands, Event | None]] = []
         self.store: DonorStore | None = None
@@ -219,7 +219,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         bound = self.get_connector_meta()
         self._clear_connector_meta()  # an engine that binds no other must not have it applied twice
         metadata = readable_metadata(bound, runtime)
-        self._begins = metadata is None or bool(metadata.plans or metadata.followed)
+        self._goes_on = metadata is not None and bool(metadata.grown or metadata.progress) and not metadata.followed
         if metadata is None:
             return
         if metadata.plans and not are_checked:
@@ -260,7 +260,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
                 self._make_room(commands)
                 self._await_launch(commands)
         # Only now has the forward been launched, which a look at the weights and the saver's thread would hold up.
-        self._check_weights(is_due=self._begins or bool(finished_gen_req_ids))
+        self._check_weights(is_due=not self._goes_on or bool(finished_gen_req_ids))
         waiting, self._waiting = self._waiting, []
         for commands, loaded in waiting:
             assert self.saver is not None

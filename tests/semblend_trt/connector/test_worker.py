@@ -276,9 +276,10 @@ def test_a_look_up_has_checked_the_weights_for_one_forward_alone(worker, args):
         begin(worker, plans=(reuse(),))
         assert (runtime.weights_changes, list(runtime.failed_loads)) == (changes, failed)
         linear.reset_parameters()
-    for followed, changes in (((), 1), ((2,), 2)):  # the first step ends and begins nothing
-        step(worker, followed=followed)
+    for fields, changes in (({"grown": (1,)}, 1), ({"followed": (2,)}, 2), ({}, 3)):
+        step(worker, **fields)
         worker.get_finished([], [])
+        linear.reset_parameters()
         assert runtime.weights_changes == changes
 
 
