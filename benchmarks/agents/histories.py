@@ -73,9 +73,10 @@ def _plain(messages: Iterable[dict[str, Any]]) -> Iterator[Message]:
         content = each.get("content") or json.dumps(
             [call["function"] for call in each.get("tool_calls") or ()], ensure_ascii=False
         )
-        is_result = each["role"] in ("tool", "function")
-        said_by = "user" if is_result else each["role"]
-        yield {"role": said_by, "content": f"Tool result:\n{content}" if is_result else content}
+        if each["role"] in ("tool", "function"):
+            yield {"role": "user", "content": f"Tool result:\n{content}"}
+        else:
+            yield {"role": each["role"], "content": content}
 
 
 def _without_oldest(messages: list[Message], turn: int) -> list[Message]:

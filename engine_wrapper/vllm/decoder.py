@@ -255,8 +255,6 @@ def _transposed_keys(cache: torch.Tensor) -> Views:
 
 
 _LAYOUTS = (_channels, _halves, _transposed_keys)
-
-
 # A step asks for it in every layer.
 _of_one_layer: Callable[[KvGeometry], KvGeometry] = cache(partial(replace, num_layers=1))
 

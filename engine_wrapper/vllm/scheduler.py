@@ -148,27 +148,27 @@ class Recovery:
         self.scheduler: Any = None
         self._is_async = False
         self._failed_blocks: set[int] = set()
-        self._all_blocks, self._begins_again = range(0), False
+        self.all_blocks, self._begins_again = range(0), False
 
     def bind(self) -> None:
         """Take the vLLM scheduler that calls its connector. Raises LookupError if it is of another kind."""
         scheduler = find_scheduler()
         self._is_async = bool(scheduler.scheduler_config.async_scheduling)
-        self._all_blocks = range(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        self.all_blocks = range(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
         self.scheduler = scheduler
 
     def bind_apart(self, config: Any, blocks: int) -> None:
         """Serve a worker whose scheduler is in another process; `blocks` are all of its pool."""
-        self._is_async, self._all_blocks = bool(config.scheduler_config.async_scheduling), range(blocks)
+        self._is_async, self.all_blocks = bool(config.scheduler_config.async_scheduling), range(blocks)
 
     def takes_begin_again(self) -> bool:
         """Return whether the scheduler of another process is to begin all running requests again, once."""
         asked, self._begins_again = self._begins_again, False
         return asked
 
-    def compute_again(self, block_ids: Iterable[int] | None = None) -> None:
-        """Have vLLM take no token of the step's requests with these blocks, or any, before they are computed."""
-        self._failed_blocks.update(self._all_blocks if block_ids is None else block_ids)
+    def compute_again(self, block_ids: Iterable[int]) -> None:
+        """Have vLLM take no token of the step's requests with these blocks before they are computed."""
+        self._failed_blocks.update(block_ids)
         if self._is_async:
             self.begin_again()
 
@@ -180,7 +180,7 @@ class Recovery:
     def begin_again(self) -> None:
         """Have vLLM drop its prefix cache and compute all running requests again. Never raises."""
         if self.scheduler is None:
-            if self._all_blocks:
+            if self.all_blocks:
                 self._begins_again = True
                 self._failed_blocks.clear()
             return
@@ -189,7 +189,7 @@ class Recovery:
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError:
                 # vLLM has preempted them, but blocks that are being saved or written are held until later.
-                self.scheduler.kv_cache_manager.evict_blocks(set(self._all_blocks))
+                self.scheduler.kv_cache_manager.evict_blocks(set(self.all_blocks))
         except Exception:
             logger.exception("vLLM's running requests cannot begin again; it recovers from failed loads in its own way")
             return

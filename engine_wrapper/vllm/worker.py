@@ -137,7 +137,7 @@ class VllmWorker:
         """Apply the step's metadata: place plans' spans, on the current stream of the model runner."""
         self._begin(metadata.step)
         if metadata.is_unread:
-            self.recovery.compute_again()
+            self.recovery.compute_again(self.recovery.all_blocks)
         self._saving.update(metadata.saving)
         if metadata.suspicions != self._suspicions and self._runtime.weights is not None:
             self._suspicions = metadata.suspicions

@@ -75,7 +75,7 @@ class SemBlendKvConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._iteration = self._completed_iteration = self._weights_changes = 0
         self._followed: dict[int, _FollowedRequest] = {}
         self._to_save: dict[int, SaveIntent] = {}
-        # Whether the step only goes on with what may become a donor: it compares no weights.
+        # Whether the step only goes on with what may become a donor; it compares no weights then.
         self._goes_on = False
         # Moves between the tiers that wait for the forward's launch, and the event after the loads before it.
         self._waiting: list[tuple[OffloadCommands, Event | None]] = []
